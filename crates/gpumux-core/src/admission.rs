@@ -13,18 +13,15 @@ use std::fmt;
 
 use crate::{
     Class, SpecError, TenantId, TenantSpec, UserId,
-    quantity::{Percent, Size},
+    quantity::{Quantity, ROUNDING},
 };
 
 mod policy;
 
 pub use policy::{Amount, Reserve, UserPolicy, UserRules};
 
-/// Shares that sum to a hair more than the whole are all right: thirds.
-const ROUNDING: f64 = 1e-9;
 /// A foreign process that uses less of a device than this, such as a display server, takes nothing from what can be guaranteed.
 pub const FOREIGN_COUNTS: f64 = 0.05;
-const GIB: u64 = 1 << 30;
 /// Holders that a refusal names.
 const NAMED: usize = 3;
 
@@ -134,26 +131,6 @@ pub enum Refusal {
         /// What is free.
         free: Quantity,
     },
-}
-
-/// A share of compute, or memory.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Quantity {
-    /// A share, 0 to 1.
-    Compute(f64),
-    /// Bytes.
-    Memory(u64),
-}
-
-impl fmt::Display for Quantity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            // Downwards, so that what is said to be free can be had.
-            Self::Compute(share) => Percent(((share + ROUNDING) * 1000.0).floor() / 1000.0).fmt(f),
-            Self::Memory(bytes) if bytes >= GIB => Size(bytes / (GIB / 10) * (GIB / 10)).fmt(f),
-            Self::Memory(bytes) => Size(bytes).fmt(f),
-        }
-    }
 }
 
 /// What stands in the way of a request.

@@ -38,6 +38,7 @@
 
 mod accounting;
 mod claims;
+mod model;
 mod moves;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -52,7 +53,8 @@ use crate::{
 use accounting::Accounting;
 pub use accounting::{Ask, CONTEXT, Droppable, Kept, LEAVE, Line, RESERVE, RETURN, overhead};
 pub use claims::longest_wait;
-use moves::{Gates, Leaving, Round};
+use model::{Age, Gates, Leaving, Round};
+pub use model::{Mutation, ProcessId};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
 pub const QUIET: Micros = Micros::from_secs(20);
@@ -104,11 +106,6 @@ pub const IDLE: Micros = Micros::from_millis(200);
 const HOST_PIECE: u64 = 256 << 20;
 /// Speed of a move that is assumed before one was measured, in bytes per µs: a PCIe 5 link's 50 GB/s, as measured on H100 and H200.
 pub const SPEED: u64 = 50_000;
-
-/// A connected process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct ProcessId(pub u64);
 
 /// What the broker must know of a tenant's spec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
@@ -381,47 +378,6 @@ pub enum MoveError {
     Stuck,
 }
 
-/// Faults that this broker or one before it had: tests put each back and must find it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Mutation {
-    /// A tenant comes back only when a blocked thread of it asks.
-    DemandByMessage,
-    /// A victim that failed is chosen again at once.
-    NoBackoff,
-    /// Guaranteed memory waits for borrowers' turns.
-    TurnsAgainstGuarantees,
-    /// A tenant is idle between two requests, and its guarantee is lent then.
-    IdleAtOnce,
-    /// What tenants had before the daemon restarted counts as foreign, too.
-    CountTwice,
-    /// Host memory stays reserved for a move that failed.
-    KeepReservation,
-    /// A move is carried out although no tenant lacks room any more.
-    OutliveAsker,
-    /// What comes free for the oldest request is given to younger ones.
-    RoomForYounger,
-    /// Memory on its way back loses its place with the first report.
-    ForgetReturning,
-    /// A victim that does not answer is waited for.
-    NoHedge,
-    /// Memory is copied to the host although what needs no copy would do.
-    CopyDroppable,
-    /// The driver is expected to have freed a process's memory when the process has ended.
-    LeaveAtOnce,
-    /// A request is refused before leases that are not used can have come back.
-    RefuseEarly,
-    /// A gate stays closed while another process waits for what its peer behind the gate has not launched.
-    KeepGatesClosed,
-    /// What tenants of the last daemon have is foreign until they have reported it.
-    ForeignAtOnce,
-    /// What comes free is kept for the oldest claim, although that cannot be served with it.
-    TakeComing,
-    /// A tenant that gave way comes back into what another frees for a moment.
-    ReturnAtOnce,
-    /// Tenants that wait for more memory take from each other what they have.
-    ExchangeAmongWaiting,
-}
-
 /// Where a tenant's memory is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Place {
@@ -466,7 +422,7 @@ struct Tenant {
     home_since: Micros,
     took: Micros,
     /// It came back past older claims than this, against which it has no turn.
-    passed: Option<claims::Age>,
+    passed: Option<Age>,
     /// It was moved before its turn was over, since others lacked room, and is not back yet.
     gave_way: bool,
     /// By device: the most that it had and asked for since the last tenant gave way so.

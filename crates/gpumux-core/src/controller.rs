@@ -18,6 +18,7 @@
 //! is looked at by the driver of the controller, as often as [`Controller::look_at`] tells.
 
 mod device;
+mod domain;
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -27,29 +28,15 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Account, Calm, Class, Control, Costs, Demand, DomainId, DomainState, Launches, Micros, Policy,
-    Progress, Rhythm, RunState, TenantId, TenantSpec, Timeslice, UserId, gang, tamper::Course,
+    Account, Calm, Class, Control, Costs, Demand, DomainId, Micros, Policy, Progress, RunState,
+    TenantId, TenantSpec, Timeslice, UserId, gang,
 };
 
 use device::Device;
-
-/// Why a domain whose memory is away is frozen, whatever the policy decides.
-pub const AWAY: &str = "its memory is away";
+pub use domain::{AWAY, BACKOFF, Domain, NewDomain, TICK};
 
 /// How long a control may take before its domain counts as failed.
 pub const DEADLINE: Micros = Micros::from_secs(5);
-
-/// How long a domain is left alone after a first failure, and at most.
-pub const BACKOFF: (Micros, Micros) = (Micros::from_millis(20), Micros::from_secs(5));
-
-/// A failure that long after the one before it counts as the first.
-const FORGIVEN: Micros = Micros::from_secs(10);
-
-/// How soon a deferred control is looked at again, and how often demand is looked at while it decides which domain runs.
-pub const TICK: Micros = Micros::from_millis(1);
-
-/// How long a domain without work still counts as one that competes: many pause between pieces of work.
-const LINGERS: Micros = Micros::from_secs(1);
 
 /// What happened.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -84,25 +71,6 @@ pub enum Event {
     Ran(DomainId),
     /// The command with this number has ended.
     Ended(u64, Outcome),
-}
-
-/// A channel group to control.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct NewDomain {
-    /// The number of its device, see [`Controller::add_device`].
-    pub device: usize,
-    /// Its name; no other's, nor a group's.
-    pub id: DomainId,
-    /// Its tenant.
-    pub tenant: TenantId,
-    /// The MPS group to which it belongs: all members are controlled alike.
-    pub group: Option<DomainId>,
-    /// Whether it has work.
-    pub demand: Demand,
-    /// Its timeslice.
-    pub timeslice: Timeslice,
-    /// The timeslice that the driver library gave it.
-    pub default: Timeslice,
 }
 
 /// How a command ended.
@@ -182,154 +150,6 @@ enum Sets {
     Run,
     /// That it is frozen, if it is.
     Frozen,
-}
-
-/// A domain under control.
-#[derive(Clone, Debug)]
-pub struct Domain {
-    /// What is known of it.
-    pub state: DomainState,
-    /// Its group, if it belongs to one.
-    pub group: Option<DomainId>,
-    /// Why it runs or not, in a few words.
-    pub reason: &'static str,
-    /// Its memory is away.
-    pub swapped_out: bool,
-    /// When it was certainly frozen.
-    pub course: Course,
-    default: Timeslice,
-    /// A control was issued and has not ended.
-    under_way: bool,
-    at_work: bool,
-    rhythm: Rhythm,
-    launches: Launches,
-    /// How long it had been frozen when that was looked at.
-    frozen_before: Micros,
-    fault: Option<Fault>,
-    /// When it last failed, and for how long it was to be left alone then.
-    last_fault: Option<(Micros, Micros)>,
-    /// What its group had before it came.
-    before: Account,
-    /// How long it had work before [`DomainState::demand_since`].
-    busy: Micros,
-    /// Since when it is frozen, and for how long it was before.
-    frozen: (Option<Micros>, Micros),
-}
-
-/// That a control failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Fault {
-    /// When to take the domain up again.
-    until: Micros,
-    /// That is under way.
-    trying: bool,
-}
-
-impl Domain {
-    fn new(new: &NewDomain, now: Micros, before: Account) -> Self {
-        Self {
-            state: DomainState {
-                id: new.id,
-                tenant: new.tenant,
-                demand: new.demand,
-                demand_since: now,
-                expected: None,
-                tolerated: None,
-                received: Micros::ZERO,
-                timeslice: new.timeslice,
-                run: RunState::Enabled,
-                pinned: None,
-            },
-            group: new.group,
-            reason: "new",
-            swapped_out: false,
-            course: Course::default(),
-            default: new.default,
-            under_way: false,
-            at_work: false,
-            rhythm: Rhythm::default(),
-            launches: Launches::default(),
-            frozen_before: Micros::ZERO,
-            fault: None,
-            last_fault: None,
-            before,
-            busy: Micros::ZERO,
-            frozen: (None, Micros::ZERO),
-        }
-    }
-
-    /// Its name to the policy and in the accounts.
-    pub fn planned_as(&self) -> DomainId {
-        self.group.unwrap_or(self.state.id)
-    }
-
-    /// A control failed: it is not controlled now.
-    pub fn is_faulty(&self) -> bool {
-        self.fault.is_some()
-    }
-
-    /// Whether it has been taken off the device, and no control is under way that ends that.
-    pub fn is_frozen(&self) -> bool {
-        self.state.run == RunState::Frozen && !self.under_way
-    }
-
-    /// How long it had work itself, whatever the others of its group had.
-    pub fn busy(&self, now: Micros) -> Micros {
-        match self.state.demand {
-            Demand::Busy => self.busy + now.saturating_sub(self.state.demand_since),
-            Demand::Idle | Demand::Unknown => self.busy,
-        }
-    }
-
-    /// How long it was frozen.
-    pub fn frozen(&self, now: Micros) -> Micros {
-        let (since, before) = self.frozen;
-        before + since.map_or(Micros::ZERO, |since| now.saturating_sub(since))
-    }
-
-    fn set_demand(&mut self, demand: Demand, now: Micros) {
-        self.busy = self.busy(now);
-        (self.state.demand, self.state.demand_since) = (demand, now);
-    }
-
-    fn set_run(&mut self, run: RunState, now: Micros) {
-        self.state.run = run;
-        self.frozen = match (run, self.frozen) {
-            (RunState::Frozen, (None, before)) => (Some(now), before),
-            (RunState::Enabled, (Some(_), _)) => (None, self.frozen(now)),
-            (_, unchanged) => unchanged,
-        };
-    }
-
-    /// Whether it runs only when others let it.
-    fn gives_way(&self) -> bool {
-        self.state.run == RunState::Frozen || self.state.timeslice < Timeslice::DEFAULT
-    }
-
-    /// Whether it has, or had a moment ago, work to compete with.
-    fn competes(&self, now: Micros) -> bool {
-        self.state.demand.may_run() || now.saturating_sub(self.state.demand_since) < LINGERS
-    }
-
-    /// Leaves it alone for a while.
-    fn give_up(&mut self, now: Micros) {
-        self.state.timeslice = self.default;
-        if !self.swapped_out {
-            self.set_run(RunState::Enabled, now);
-        }
-        let backoff = match self.last_fault {
-            Some((at, before)) if now.saturating_sub(at + before) <= FORGIVEN => {
-                Micros(before.0 * 2).min(BACKOFF.1)
-            }
-            _ => BACKOFF.0,
-        };
-        self.last_fault = Some((now, backoff));
-        let until = now + backoff;
-        self.fault = Some(Fault {
-            until,
-            trying: false,
-        });
-    }
 }
 
 /// Known faults, for tests that must find them.

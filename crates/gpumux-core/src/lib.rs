@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod accounts;
+mod control;
 mod launches;
 mod plan;
 mod rhythm;
@@ -31,8 +32,9 @@ pub mod space;
 pub mod tamper;
 
 pub use accounts::{Account, Accounts, fractions};
+pub use control::{Control, RunState};
 pub use launches::{Launches, Progress};
-pub use plan::{Calm, Control, DomainPlan, Plan, RunState};
+pub use plan::{Calm, DomainPlan, Plan};
 pub use policy::{Memory, Policy};
 pub use rhythm::Rhythm;
 pub use snapshot::{Costs, Demand, DomainState, QUEUED, Snapshot, TenantState};

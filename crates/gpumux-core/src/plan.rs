@@ -1,19 +1,10 @@
 //! What a policy wants for one device, and the controls that bring it about.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use crate::{Class, Demand, DomainId, DomainState, Micros, Rhythm, Snapshot, Timeslice};
-
-/// Whether the hardware may run a domain.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum RunState {
-    /// Enabled: runs when the hardware gives it its turn.
-    #[default]
-    Enabled,
-    /// Taken off the device, if need be in the middle of a kernel, until thawed.
-    Frozen,
-}
+use crate::{
+    Class, Control, Demand, DomainId, DomainState, Micros, Rhythm, RunState, Snapshot, Timeslice,
+};
 
 /// What one domain shall have.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -35,36 +26,6 @@ pub struct Plan {
     pub domains: Vec<DomainPlan>,
     /// When the policy is to be asked again although nothing else happened.
     pub next: Option<Micros>,
-}
-
-/// One call of one control.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Control {
-    /// Take the domain off the device.
-    Freeze(DomainId),
-    /// Give the domain this slice.
-    SetTimeslice(DomainId, Timeslice),
-    /// Let the domain run again.
-    Thaw(DomainId),
-}
-
-impl Control {
-    /// The domain it acts on.
-    pub const fn domain(self) -> DomainId {
-        match self {
-            Self::Freeze(id) | Self::SetTimeslice(id, _) | Self::Thaw(id) => id,
-        }
-    }
-
-    /// The same for another domain.
-    pub(crate) const fn of_domain(self, id: DomainId) -> Self {
-        match self {
-            Self::Freeze(_) => Self::Freeze(id),
-            Self::SetTimeslice(_, timeslice) => Self::SetTimeslice(id, timeslice),
-            Self::Thaw(_) => Self::Thaw(id),
-        }
-    }
 }
 
 impl Plan {

@@ -43,48 +43,18 @@
 //! # Ties
 //! Equal deadlines: the domain that became the owner longest ago, then the lower id. Nothing depends on hash order or on a clock.
 
+mod contract;
 mod divide;
 mod fixed;
 mod lag;
 mod schedule;
 
+pub use contract::{Bound, Policy};
 pub use divide::{Claim, Division, FLOOR, MaxMin, Priority, Weighted, fill, guarantees};
 pub use fixed::Fixed;
 pub use lag::Memory;
 pub(crate) use lag::Wait;
 pub use schedule::{Shared, Tuning};
-
-use crate::{Micros, Plan, Snapshot, TenantId};
-
-/// A scheduling policy. The same snapshot and memory always give the same plan.
-pub trait Policy: Send + Sync {
-    /// The name in configuration files.
-    fn name(&self) -> &'static str;
-
-    /// What the device's domains shall have now. Ask again when anything in the snapshot changed
-    /// (a domain came or went, demand flipped, a spec was set) and at [`Plan::next`].
-    fn plan(&self, snapshot: &Snapshot, memory: &mut Memory) -> Plan;
-
-    /// What each tenant of the snapshot can rely on, whatever the others do; none of a policy that guarantees nothing.
-    fn bounds(&self, snapshot: &Snapshot) -> Vec<Bound> {
-        let _ = snapshot;
-        Vec::new()
-    }
-}
-
-/// What a tenant can rely on beside the others that there are: in any interval in which it always has work and its memory is there, it
-/// receives at least `share` of the time that the device works for tenants, less `lag`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Bound {
-    /// Whose.
-    pub tenant: TenantId,
-    /// Share of the device when all tenants have work: at least its guarantee, and its part of the floor.
-    pub share: f64,
-    /// How far its service may lag behind that share.
-    pub lag: Micros,
-    /// Longest wait with work, in time that the device works for tenants.
-    pub wait: Micros,
-}
 
 /// Makes a policy with a tuning.
 type Make = fn(Tuning) -> Box<dyn Policy>;

@@ -31,6 +31,9 @@ pub enum QuantityError {
     NotATime(String),
 }
 
+/// Shares that sum to a hair more than the whole are all right: thirds.
+pub(crate) const ROUNDING: f64 = 1e-9;
+pub(crate) const GIB: u64 = 1 << 30;
 /// Sizes without a unit are bytes. Less than this is a unit that was forgotten.
 const LEAST_BYTES: u64 = 1 << 10;
 
@@ -204,6 +207,26 @@ impl fmt::Display for Time {
             _ => format!("{}d{:02}h", s / 86400, s % 86400 / 3600),
         };
         f.pad(&text)
+    }
+}
+
+/// A share of compute, or memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Quantity {
+    /// A share, 0 to 1.
+    Compute(f64),
+    /// Bytes.
+    Memory(u64),
+}
+
+impl fmt::Display for Quantity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            // Downwards, so that what is said to be free can be had.
+            Self::Compute(share) => Percent(((share + ROUNDING) * 1000.0).floor() / 1000.0).fmt(f),
+            Self::Memory(bytes) if bytes >= GIB => Size(bytes / (GIB / 10) * (GIB / 10)).fmt(f),
+            Self::Memory(bytes) => Size(bytes).fmt(f),
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::admission::Quantity;
+use crate::quantity::Quantity;
 
 pub use sequence::{Checkpoints, Outcome, carry_out};
 

@@ -7,8 +7,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{
     Class, Hints, MemoryPolicy,
-    admission::Quantity,
     ledger::Share,
+    quantity::Quantity,
     quantity::{Percent, Size, Time},
 };
 

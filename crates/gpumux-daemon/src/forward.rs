@@ -22,7 +22,7 @@ use tokio::net::{TcpListener, UnixStream};
 use crate::{
     api::{self, types::Problem},
     paths,
-    tenants::secret,
+    secret::secret,
 };
 
 /// Why a request isn't forwarded.

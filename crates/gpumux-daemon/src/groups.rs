@@ -14,7 +14,7 @@ use std::{
     os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     process::Stdio,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -33,13 +33,15 @@ use crate::{
     failure::Failure,
     paths::MPS_VARIABLES,
     peer::ProcessId,
+    secret::secret,
     store::{self, Sync},
-    tenants::Tenants,
 };
 
 mod clients;
+mod entry;
 mod folder;
 
+pub(crate) use entry::{Client, Key};
 use folder::Folder;
 
 /// NVIDIA's control program.
@@ -79,13 +81,6 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// Clients that one MPS server takes (48 from Volta to Hopper; NVIDIA's MPS documentation).
 pub(crate) const ROOM: usize = 48;
 
-/// Whose group it is.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(crate) struct Key {
-    pub(crate) uid: u32,
-    pub(crate) trust: String,
-}
-
 /// All groups.
 pub(crate) struct Groups {
     examiner: Examiner,
@@ -96,10 +91,8 @@ pub(crate) struct Groups {
     emulated: Option<PathBuf>,
     runtime: Handle,
     table: Mutex<BTreeMap<Key, Arc<Group>>>,
-    /// Receives a notice when a server is gone.
-    failures: OnceLock<UnboundedSender<Failure>>,
-    /// Finds the tenant of a process.
-    tenants: OnceLock<Weak<Tenants>>,
+    /// Receive a notice when a server is gone, and what enters.
+    reports: OnceLock<(UnboundedSender<Failure>, UnboundedSender<Client>)>,
 }
 
 struct Group {
@@ -193,8 +186,7 @@ impl Groups {
             emulated: config.emulated.clone(),
             runtime: Handle::current(),
             table: Mutex::default(),
-            failures: OnceLock::new(),
-            tenants: OnceLock::new(),
+            reports: OnceLock::new(),
         });
         for saved in store::read::<Vec<Saved>>(&groups.file) {
             // One that has never answered has nobody in it.
@@ -247,14 +239,14 @@ impl Groups {
         }
     }
 
-    /// Servers that are gone are reported here; the receiver restarts the group.
-    pub(crate) fn tell_failures(&self, to: UnboundedSender<Failure>) {
-        let _ = self.failures.set(to);
-    }
-
-    /// From here on it is known whose process is whose.
-    pub(crate) fn know(&self, tenants: Weak<Tenants>) {
-        let _ = self.tenants.set(tenants);
+    /// Servers that are gone are reported to the first, which restarts the group, and processes that enter to the second, which ends
+    /// them unless they belong there.
+    pub(crate) fn report_to(
+        &self,
+        failures: UnboundedSender<Failure>,
+        clients: UnboundedSender<Client>,
+    ) {
+        let _ = self.reports.set((failures, clients));
     }
 
     /// Why there can be no groups here, if so.
@@ -375,7 +367,7 @@ impl Groups {
         };
         // Its users pass through, and see nothing of each other.
         make(&self.dir, 0o711).map_err(cannot(&self.dir))?;
-        let path = self.dir.join(&crate::tenants::secret()[..16]);
+        let path = self.dir.join(&secret()[..16]);
         let gid = fs::metadata(format!("/proc/{like}")).map_or(key.uid, |of| of.gid());
         let folder = Folder::make(&path, key.uid, gid).map_err(cannot(&path))?;
         let group = Arc::new(Group {
@@ -690,7 +682,7 @@ impl Groups {
     }
 
     fn tell(&self, group: &Group) {
-        if let Some(to) = self.failures.get() {
+        if let Some((to, _)) = self.reports.get() {
             let _ = to.send(Failure::Server(group.name().into()));
         }
     }
@@ -766,7 +758,7 @@ impl Group {
     }
 
     fn name(&self) -> String {
-        format!("{}/{}", self.key.uid, self.key.trust)
+        self.key.name()
     }
 
     /// The last words of the control daemon.

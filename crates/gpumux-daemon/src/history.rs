@@ -3,7 +3,11 @@
 //! Pure: the time is an argument. Memory is bounded: [`MAX_TENANTS`] series of 660 samples of 20 bytes for tenants, and
 //! [`MAX_DEVICES`] of devices, which is less than 8 MB.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{Arc, Mutex, PoisonError},
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use gpumux_core::{Micros, TenantId};
 
@@ -317,6 +321,37 @@ fn of_tenant((then, before): &(Micros, Look), now: Micros, look: &Look) -> Sampl
         look.swapped as f32,
         if elapsed > 0.0 { moves as f32 } else { 0.0 },
     ]
+}
+
+/// The history, and the answer of each span that was made of its last sample.
+#[derive(Default)]
+pub(crate) struct Past(Mutex<(History, [Option<Arc<str>>; 2])>);
+
+impl Past {
+    pub(crate) fn record(
+        &self,
+        now: Micros,
+        devices: &[(String, types::Readings)],
+        looks: Vec<Look>,
+    ) {
+        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        own.0.record(now, devices, looks);
+        own.1 = [None, None];
+    }
+
+    /// As JSON, made once for all that ask between two samples.
+    pub(crate) fn answer(&self, span: Span) -> Arc<str> {
+        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (history, made) = &mut *own;
+        let made = &mut made[span as usize];
+        let make = || {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH);
+            let answer = history.answer(span, now.unwrap_or_default().as_secs());
+            // No map with odd keys is in it.
+            serde_json::to_string(&answer).unwrap_or_default().into()
+        };
+        Arc::clone(made.get_or_insert_with(make))
+    }
 }
 
 #[cfg(test)]

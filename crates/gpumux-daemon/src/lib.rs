@@ -28,6 +28,7 @@ mod programs;
 pub mod receiver;
 pub mod relocation;
 mod scheduler;
+mod secret;
 mod serve;
 mod session;
 mod sharing;
@@ -51,5 +52,5 @@ pub fn read_state(kind: u8, bytes: &[u8]) {
 
 pub use config::{Config, Listen};
 pub use mistakes::{absences, mistakes};
+pub use secret::secret;
 pub use serve::{Error, end_groups, known_devices, run};
-pub use tenants::secret;

@@ -1,92 +1,16 @@
 //! MIG instances that are made and removed on request. What is allowed is decided here, from a listing; [`driver`] carries it out by NVML.
 
 mod driver;
+mod error;
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc};
 
 use tokio::sync::{Mutex, oneshot};
 
 use crate::api::types::{MigGpu, MigInstance, MigProfile, NewMigInstance};
 use driver::Driver;
-
-/// How long a request waits for its turn, and then for NVML. The kubelet gives up on a call after 45 s.
-const LIMIT: Duration = Duration::from_secs(15);
-
-/// Why an instance is not made or removed.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub(crate) enum MigError {
-    #[error("only root and the daemon's own user may list, make and remove MIG instances")]
-    NotTrusted,
-    #[error(
-        "{0} is no GPU in MIG mode here: root switches that on with `nvidia-smi -i GPU -mig 1`, which resets the GPU"
-    )]
-    NoGpu(String),
-    #[error("{gpu} has no profile `{profile}`: use one of {known}")]
-    NoProfile {
-        gpu: String,
-        profile: String,
-        known: String,
-    },
-    #[error(
-        "an instance {profile} cannot begin at memory slice {start} of {gpu}: use one of {starts}"
-    )]
-    NoPlace {
-        gpu: String,
-        profile: String,
-        start: u32,
-        starts: String,
-    },
-    #[error(
-        "{gpu} has no room for {profile} at memory slice {start}: {holders} must be removed first"
-    )]
-    Held {
-        gpu: String,
-        profile: String,
-        start: u32,
-        holders: String,
-    },
-    #[error("{gpu} has no GPU instance {id} (any more)")]
-    NoInstance { gpu: String, id: u32 },
-    #[error(
-        "GPU instance {id} of {gpu} has {found} and not {expected}: it is another one now; list the instances again"
-    )]
-    Other {
-        gpu: String,
-        id: u32,
-        found: String,
-        expected: String,
-    },
-    #[error("{device} is in use by {holders}: it can be removed when they have ended")]
-    InUse { device: String, holders: String },
-    #[error("NVML cannot {what}: {error}")]
-    Nvml { what: &'static str, error: String },
-    #[error(
-        "NVML cannot make the compute instance of {instance} ({error}); {}",
-        undone(.left.as_deref())
-    )]
-    HalfMade {
-        instance: String,
-        error: String,
-        /// Why the GPU instance could not be removed again.
-        left: Option<String>,
-    },
-    #[error("this driver's NVML has no {0}: MIG instances need driver 525 or newer")]
-    Old(&'static str),
-    #[error(
-        "NVML has not answered for {} s and may still do what it was asked for: list the instances later; `nvidia-smi` shows whether the driver answers",
-        LIMIT.as_secs()
-    )]
-    Slow,
-    #[error("a thread cannot be started: {0}")]
-    Thread(String),
-}
-
-fn undone(left: Option<&str>) -> String {
-    match left {
-        None => "the GPU instance was removed again".to_owned(),
-        Some(error) => format!("the GPU instance is left, since it cannot be removed: {error}"),
-    }
-}
+pub(crate) use error::MigError;
+use error::{LIMIT, join};
 
 /// Makes and removes instances, one at a time.
 #[derive(Clone, Debug)]
@@ -225,10 +149,6 @@ fn check_new<'a>(
         start: new.start,
         holders: join(holders.into_iter().map(name)),
     })
-}
-
-fn join(all: impl Iterator<Item = String>) -> String {
-    all.collect::<Vec<_>>().join(", ")
 }
 
 /// An instance for people.

@@ -14,6 +14,7 @@
 mod children;
 mod places;
 mod process;
+mod protocol;
 mod refused;
 mod relay;
 
@@ -32,54 +33,20 @@ use gpumux_wire::{
     message::{decode, encode},
     socket::{recv_bytes, send_bytes},
 };
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
-use serde::{Deserialize, Serialize};
+use rustix::net::{RecvFlags, SendFlags, SocketType};
 use tokio::sync::mpsc;
 
 use crate::peer::{Peer, ProcessFd, readable};
 pub use process::main;
+pub use protocol::{COMMAND, Place};
+use protocol::{Kind, Report, SetUp};
+pub(crate) use protocol::{STALLED, pair};
 pub(crate) use refused::unavailable;
 
-/// Name of the hidden command that runs [`main`].
-pub const COMMAND: &str = "receiver";
-/// How long a part of an answer of the API may wait to be read.
-pub(crate) const STALLED: Duration = Duration::from_secs(20);
 /// Connections that may wait for the daemon's tasks.
 const WAITING: usize = 64;
 /// How long to wait before a receiver that ended is replaced.
 const PAUSE: Duration = Duration::from_millis(100);
-
-/// Which socket a connection came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Kind {
-    /// Packets with files.
-    Session,
-    /// A stream of bytes.
-    Api,
-}
-
-/// First packet to the receiver, with both listening sockets: sessions', the API's.
-#[derive(Serialize, Deserialize)]
-struct SetUp {
-    /// The emulated device's server.
-    emulated: Option<PathBuf>,
-    /// Relays that may live.
-    relays: usize,
-}
-
-/// From the receiver.
-#[derive(Serialize, Deserialize)]
-enum Report {
-    /// A connection. With the daemon's end of the relay's socket pair, and a pidfd of the other side where the kernel has one.
-    Arrival {
-        kind: Kind,
-        /// 0: it lives in a pid namespace that the daemon does not see.
-        pid: u32,
-        uid: u32,
-    },
-    /// Connections are refused, and why.
-    Refused(String),
-}
 
 /// A user's connection.
 #[derive(Debug)]
@@ -88,16 +55,6 @@ pub(crate) struct Connection {
     pub(crate) socket: OwnedFd,
     /// The process that connected.
     pub(crate) peer: Peer,
-}
-
-/// Where connections are received.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// In a process of its own: this program must run [`main`] as its hidden command [`COMMAND`].
-    Process,
-    /// In threads of this one, where a file that hangs can keep the process from ending: for tests that run a daemon in
-    /// their own process.
-    Threads,
 }
 
 /// How a receiver works.
@@ -245,16 +202,6 @@ pub(crate) fn receive(
         sessions: session_arrivals,
         api: api_arrivals,
     }
-}
-
-/// Two connected sockets, closed on exec.
-pub(crate) fn pair(kind: SocketType) -> io::Result<(OwnedFd, OwnedFd)> {
-    Ok(socketpair(
-        AddressFamily::UNIX,
-        kind,
-        SocketFlags::CLOEXEC,
-        None,
-    )?)
 }
 
 #[cfg(test)]

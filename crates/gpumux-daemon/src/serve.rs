@@ -25,6 +25,7 @@ use crate::{
     devices::{self, Devices, Numbers},
     examine::Examiner,
     groups::Groups,
+    history,
     mig::Partitioner,
     mistakes::absences,
     mistakes::mistakes,
@@ -237,7 +238,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
         started: Instant::now(),
         listen: tcp.as_ref().and_then(|listener| listener.local_addr().ok()),
         live: tokio::sync::Mutex::default(),
-        past: api::history::Past::default(),
+        past: history::Past::default(),
         last: std::sync::Mutex::default(),
     });
     tokio::spawn(api::history::keep(Arc::clone(&api), stopped.clone()));

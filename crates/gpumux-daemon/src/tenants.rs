@@ -1,10 +1,11 @@
 //! Tenants by name and by secret, how long they live, and the files that a restarted
 //! daemon knows them from.
 //!
-//! `life` ← `model` ← `faults`, `persistence`, `placement`, `selection` ← `table` ← `registry` ← `arrivals`, `supervisor`.
+//! `life` ← `model` ← `faults`, `persistence`, `placement`, `selection` ← `table` ← `registry` ← `arrivals`, `learning` ← `supervisor`.
 
 mod arrivals;
 mod faults;
+mod learning;
 mod life;
 mod model;
 mod persistence;
@@ -19,7 +20,6 @@ mod testing;
 mod tests;
 
 pub(crate) use faults::GroupCounts;
-pub use model::secret;
 pub(crate) use model::{Tenant, TenantError, find};
 pub(crate) use persistence::{Files, read_state};
 pub(crate) use registry::Tenants;

@@ -17,7 +17,6 @@
 use std::{
     collections::BTreeMap,
     io::{BufRead as _, Write as _},
-    str::FromStr,
     sync::mpsc::{Receiver, Sender, channel},
     thread,
     time::Duration,
@@ -29,57 +28,13 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Tasks, hints,
+    Task, Tasks, hints,
     kernels::{Gpu, Shape},
     loops::us_per_iteration,
 };
 
 /// How long a hint's kernel keeps the device after the preparation, in µs: until the request's first kernel is there.
 const HOLD_SLACK_US: f64 = 100.0;
-
-/// `NAME=KERNELSxUS=high` or `…=low`: one task, whose requests are so many kernels of so many µs.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Task {
-    /// What orders call it.
-    pub name: String,
-    /// Kernels in a request.
-    pub kernels: u32,
-    /// What one takes alone, in µs.
-    pub kernel_us: f64,
-    /// Whether it is latency-critical.
-    pub high: bool,
-}
-
-impl FromStr for Task {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong =
-            || format!("`{text}` is not a task: use NAME=KERNELSxUS=high or NAME=KERNELSxUS=low");
-        let [name, work, priority] = text.split('=').collect::<Vec<_>>()[..] else {
-            return Err(wrong());
-        };
-        let (kernels, us) = work.split_once('x').ok_or_else(wrong)?;
-        Ok(Self {
-            name: name.to_owned(),
-            kernels: kernels
-                .parse()
-                .ok()
-                .filter(|it| *it > 0)
-                .ok_or_else(wrong)?,
-            kernel_us: us
-                .parse()
-                .ok()
-                .filter(|it| *it > 0.0 && *it < 1e6)
-                .ok_or_else(wrong)?,
-            high: match priority {
-                "high" => true,
-                "low" => false,
-                _ => return Err(wrong()),
-            },
-        })
-    }
-}
 
 /// One line of orders.
 #[derive(Clone, Debug, Deserialize)]

@@ -1,14 +1,10 @@
 //! `gpumux fleet`: places tenants on the GPUs of a fleet, replays workloads on one, and orders nodes for the Kubernetes scheduler.
 
+mod lists;
 mod models;
 mod usage;
 
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-    process::ExitCode,
-    time::Instant,
-};
+use std::{collections::BTreeMap, path::PathBuf, process::ExitCode, time::Instant};
 
 use anyhow::Context;
 use gpumux_fleet::{
@@ -24,6 +20,7 @@ use gpumux_fleet::{
 use serde::Serialize;
 
 use crate::{output, units};
+use lists::{NONE, load_nodes, mean};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -157,24 +154,6 @@ fn policy(name: &str) -> Result<(String, Policy), String> {
     };
     let (name, policy) = found.ok_or_else(|| format!("no policy `{name}`: use {}", names()))?;
     Ok((name.to_owned(), policy))
-}
-
-/// The rows of a CSV file.
-fn rows<T: for<'a> serde::Deserialize<'a>>(file: &Path) -> anyhow::Result<Vec<T>> {
-    let rows = trace::table(&units::text_of(file)?);
-    rows.with_context(|| format!("in {}", file.display()))
-}
-
-fn load_nodes(file: &Path) -> anyhow::Result<(Vec<NodeSpec>, Models)> {
-    let mut models = Models::default();
-    let nodes = trace::nodes(&units::text_of(file)?, &mut models);
-    let nodes = nodes.with_context(|| format!("in {}", file.display()))?;
-    anyhow::ensure!(
-        nodes.iter().any(|node| node.gpus > 0),
-        "no node of {} has a GPU: nothing can be placed",
-        file.display()
-    );
-    Ok((nodes, models))
 }
 
 fn load(lists: &Lists) -> anyhow::Result<(Vec<NodeSpec>, Vec<Pod>, Models)> {
@@ -360,15 +339,6 @@ fn text(report: &Report) -> String {
         "{gpus} GPUs on {nodes} nodes; arrivals are drawn from {pods} pods until they asked for 130% of the GPUs\n"
     );
     head + &output::table(&rows)
-}
-
-/// Where there is nothing to take the mean of.
-const NONE: &str = "-";
-
-/// The mean of what each has; none if one has none.
-fn mean<T>(all: &[T], value: impl Fn(&T) -> Option<f64>) -> Option<f64> {
-    let values: Vec<f64> = all.iter().map(value).collect::<Option<_>>()?;
-    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
 /// The mean in percent, with so many digits.

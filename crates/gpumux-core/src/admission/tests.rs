@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
+use crate::quantity::GIB;
 
 const DEVICES: usize = 3;
 

@@ -7,7 +7,7 @@ mod shown;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Mutation, ProcessId};
+use super::model::{Mutation, ProcessId};
 use crate::{
     Micros, TenantId,
     ledger::{Denied, Entry, Holding, Kind, Ledger, Overcommitted, Share},

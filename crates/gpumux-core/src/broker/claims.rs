@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, IDLE, LOOK, MemoryPolicy, Micros, MoveError,
-    Mutation, Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, ProcessId, RECLAIM,
-    RECLAIM_PAUSE, Reclaim, TRIM, TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
-    moves::{Step, Why},
+    Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM,
+    TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
+    model::{Age, Mutation, ProcessId, Step, Why},
     turn,
 };
 use crate::{
@@ -17,9 +17,6 @@ use crate::{
 /// A tenant of a lower class takes the memory of one of a higher only after so many turns: between them memory is divided
 /// about ten to one where it does not suffice for both.
 const CLASS_TURNS: u64 = 10;
-
-/// Not within a guarantee, and since when, with the patience of its class: the least is the oldest.
-pub(super) type Age = (bool, Micros);
 
 /// What a tenant lacks.
 pub(super) struct Claim {

@@ -2,87 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
-
 use super::{
-    Ask, Broker, CLOSED, Command, DRAIN, DRAINS, DROP, FREEZE, HEDGE, HOST_PIECE, MOVE, Micros,
-    MoveError, Mutation, OPEN, Order, PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB,
-    RECLAIM_PAUSE, Reply, TAKE, TRIM_PAUSE, Tenant, TenantId, no_process,
+    Broker, CLOSED, Command, DRAIN, DRAINS, DROP, FREEZE, HEDGE, HOST_PIECE, MOVE, Micros,
+    MoveError, OPEN, Order, PATIENCE_FOR_TURNS, Place, QUIET, QUIET_PER_GIB, RECLAIM_PAUSE, Reply,
+    TAKE, TRIM_PAUSE, Tenant, TenantId,
+    accounting::Ask,
+    model::{Gates, Leaving, Mutation, ProcessId, Round, Step, Why},
+    no_process,
 };
 use crate::ledger::Kind;
-
-/// An order to all processes of a tenant whose answers are awaited.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Round {
-    pub(super) op: u64,
-    /// When its move began.
-    pub(super) began: Micros,
-    pub(super) deadline: Micros,
-    pub(super) waiting: BTreeSet<ProcessId>,
-    /// Why a process refused.
-    pub(super) refused: Option<String>,
-    /// The deadline has passed, and there is no way back.
-    pub(super) late: bool,
-    /// What was on the host when it began; what was on the device, if memory is only freed.
-    before: u64,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(super) enum Step {
-    Quiesce,
-    Freeze,
-    Out,
-}
-
-/// What a move to the host is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Why {
-    /// Others lack room.
-    Room,
-    /// A user asked for it.
-    User,
-    /// The tenant was idle for as long as its terms say.
-    Idle,
-    /// Others lack room, and memory is freed that needs no copy: nothing goes to the host.
-    Drop,
-}
-
-/// The gates of a tenant that is to be quiet.
-///
-/// A copy in one process may be queued behind a collective that another has not launched, and cannot launch once its gate is closed.
-/// So if one gate is closed and another process does not get quiet, all go on for a moment before they are closed again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Gates {
-    /// None is known to be closed.
-    Closing,
-    /// One is, since then.
-    Closed(Micros),
-    /// All are open until then.
-    Open(Micros),
-}
-
-/// A move to the host.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Leaving {
-    pub(super) step: Step,
-    pub(super) round: Round,
-    /// Bytes that shall come free, by device.
-    pub(super) parts: BTreeMap<String, u64>,
-    /// What it had there that can be moved.
-    had: BTreeMap<String, u64>,
-    /// By process: bytes of each device to be moved, and bytes of host memory that it may keep.
-    orders: BTreeMap<ProcessId, (u64, u64)>,
-    pub(super) gates: Gates,
-    /// So often all gates were opened again.
-    opened: u32,
-    /// It had outstanding work when its gates were closed.
-    busy: bool,
-    /// Its work must end first: when it is asked for that again.
-    pub(super) drains: Option<Micros>,
-    /// A part of it was on the host already: it is frozen.
-    more: bool,
-    why: Why,
-}
 
 impl Broker {
     fn processes_of(&self, id: TenantId) -> BTreeSet<ProcessId> {

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{AWAY, Domain, Fault, TICK};
+use super::domain::{AWAY, Domain, Fault, TICK};
 use crate::{
     Accounts, Calm, Control, Costs, Demand, DomainId, DomainState, Memory, Micros, Plan, Policy,
     Progress, RunState, Snapshot, TenantId, TenantSpec, TenantState, UserId, gang, plan::controls,

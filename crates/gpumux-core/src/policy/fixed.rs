@@ -11,7 +11,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Memory, Policy};
+use super::{contract::Policy, lag::Memory};
 use crate::{Class, DomainPlan, Plan, RunState, Snapshot, Timeslice};
 
 /// See the module.

@@ -4,8 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::lag::{Entitled, Memory, Owner};
-use super::{Bound, Claim, Division, Policy, divide};
+use super::{
+    contract::{Bound, Policy},
+    divide::{self, Claim, Division},
+    lag::{Entitled, Memory, Owner},
+};
 use crate::accounts::RESTORE_US;
 use crate::{
     Calm, Class, Costs, Demand, DomainPlan, DomainState, Micros, Plan, RunState, Snapshot,

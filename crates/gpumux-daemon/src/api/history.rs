@@ -1,9 +1,6 @@
 //! `/v1/history`: time and memory of tenants and devices in the last minutes; a sample is taken each second.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     extract::{Query, State},
@@ -14,40 +11,14 @@ use gpumux_core::Micros;
 use serde::Deserialize;
 use tokio::sync::watch;
 
-use super::{Api, Refused, types};
+use super::{context::Api, refused::Refused, types};
 use crate::{
-    history::{History, Look, Span},
+    history::{Look, Span},
     scheduler::Stopped,
 };
 
 /// How often a sample is taken.
 const EVERY: Duration = Duration::from_secs(1);
-
-/// The history, and the answer of each span that was made of its last sample.
-#[derive(Default)]
-pub(crate) struct Past(Mutex<(History, [Option<Arc<str>>; 2])>);
-
-impl Past {
-    fn record(&self, now: Micros, devices: &[(String, types::Readings)], looks: Vec<Look>) {
-        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        own.0.record(now, devices, looks);
-        own.1 = [None, None];
-    }
-
-    /// As JSON, made once for all that ask between two samples.
-    fn answer(&self, span: Span) -> Arc<str> {
-        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (history, made) = &mut *own;
-        let made = &mut made[span as usize];
-        let make = || {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            let answer = history.answer(span, now.unwrap_or_default().as_secs());
-            // No map with odd keys is in it.
-            serde_json::to_string(&answer).unwrap_or_default().into()
-        };
-        Arc::clone(made.get_or_insert_with(make))
-    }
-}
 
 /// Takes samples until told to stop.
 pub(crate) async fn keep(api: Arc<Api>, mut stop: watch::Receiver<bool>) {

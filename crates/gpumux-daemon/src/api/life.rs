@@ -15,9 +15,12 @@ use serde::Deserialize;
 use tokio::sync::SemaphorePermit;
 
 use super::{
-    Answer, Api, Refused, program_only,
-    types::{Ended, Event, EventKind, Exit, LostOutput, NewSignal, Reported, Setting, Signalled},
-    watcher,
+    context::{Answer, Api, watcher},
+    refused::Refused,
+    shown::program_only,
+    types::{
+        Ended, Event, EventKind, Exit, LostOutput, NewSignal, Problem, Reported, Setting, Signalled,
+    },
 };
 use crate::peer::Peer;
 
@@ -55,7 +58,7 @@ type Following = (
 #[utoipa::path(
     get, path = "/v1/events",
     params(("after" = Option<u64>, Query, description = "Begin after the event of this number, as far as events are kept; 0: with all of them; without it: with the next one")),
-    responses((status = 200, body = Event, content_type = "text/event-stream"), (status = "4XX", body = super::Problem))
+    responses((status = 200, body = Event, content_type = "text/event-stream"), (status = "4XX", body = Problem))
 )]
 pub(super) async fn events(
     State(api): State<Arc<Api>>,
@@ -117,7 +120,7 @@ pub(super) async fn settings(
 #[utoipa::path(
     post, path = "/v1/tenants/{name}/signal", request_body = NewSignal,
     params(("name" = String, Path, description = "Name of the tenant")),
-    responses((status = 200, body = Signalled), (status = "4XX", body = super::Problem))
+    responses((status = 200, body = Signalled), (status = "4XX", body = Problem))
 )]
 pub(super) async fn signal(
     State(api): State<Arc<Api>>,
@@ -135,7 +138,7 @@ pub(super) async fn signal(
 #[utoipa::path(
     post, path = "/v1/tenants/{name}/exit", request_body = Exit,
     params(("name" = String, Path, description = "Name of the tenant")),
-    responses((status = 200, body = Reported), (status = "4XX", body = super::Problem))
+    responses((status = 200, body = Reported), (status = "4XX", body = Problem))
 )]
 pub(super) async fn exit(
     State(api): State<Arc<Api>>,
@@ -152,7 +155,7 @@ pub(super) async fn exit(
 #[utoipa::path(
     post, path = "/v1/tenants/{name}/lost-output", request_body = LostOutput,
     params(("name" = String, Path, description = "Name of the tenant")),
-    responses((status = 204), (status = "4XX", body = super::Problem))
+    responses((status = 204), (status = "4XX", body = Problem))
 )]
 pub(super) async fn lost_output(
     State(api): State<Arc<Api>>,

@@ -10,7 +10,9 @@ use axum::{
 use serde::Deserialize;
 
 use super::{
-    Answer, Api, Refused, show, to_its_end,
+    context::{Answer, Api, to_its_end},
+    refused::Refused,
+    shown::show,
     types::{MigGpu, MigInstance, NewMigInstance, Problem},
 };
 use crate::{mig::MigError, peer::Peer, scheduler::Command, users::trusted};

@@ -4,6 +4,7 @@
 
 mod body;
 mod connections;
+mod context;
 pub mod explain;
 pub(crate) mod history;
 mod life;
@@ -11,19 +12,16 @@ mod metrics;
 mod mig;
 mod page;
 mod refused;
-pub(crate) mod seen;
+mod seen;
+mod shown;
 mod state;
 mod trace;
 pub mod types;
 
 use std::{
-    collections::BTreeMap,
     convert::Infallible,
-    future::Future,
-    net::SocketAddr,
-    path::PathBuf,
-    sync::{Arc, Mutex},
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 use axum::{
@@ -37,56 +35,28 @@ use axum::{
     },
     routing::{delete, get, patch, post, put},
 };
-use gpumux_core::{Micros, TenantId, broker::Line, ledger::Entry, relocation::Gpu};
+use gpumux_core::{Micros, TenantId, relocation::Gpu};
 use serde::Deserialize;
-use tokio::sync::{Semaphore, SemaphorePermit};
 use utoipa::OpenApi;
 
 use crate::{
-    config::Config,
-    devices::{Devices, numbered},
+    devices::numbered,
     memory as moves,
-    mig::Partitioner,
-    paths,
     peer::Peer,
     relocation::{RelocationError, Relocator},
-    scheduler::{Command, Handle, View},
-    session::Sessions,
-    tenants::{Tenant, Tenants, resolve},
+    scheduler::Command,
+    tenants::resolve,
 };
 use body::{MAX_BODY, whole_body};
 pub(crate) use connections::{CONNECTIONS, is_local_name, listen, serve, serve_router, serve_tcp};
+pub(crate) use context::Api;
+use context::{Answer, LIVE, to_its_end, watcher};
 use refused::Refused;
-use seen::Seen;
+use shown::{memory_map, outward, show};
 use types::{
-    Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewCurve,
-    NewHint, NewPlace, NewTenant, Problem, Program, Relocated, SpecChange, Status,
+    Created, Device, DeviceMemory, Explanation, Hinted, Live, NewCurve, NewHint, NewPlace,
+    NewTenant, Problem, Program, Relocated, SpecChange, Status,
 };
-
-/// The most connections that watch live data: the other places stay for single requests.
-const MAX_WATCHERS: usize = 128;
-static WATCHERS: Semaphore = Semaphore::const_new(MAX_WATCHERS);
-/// How often what is live is sent.
-const LIVE: Duration = Duration::from_millis(500);
-
-/// What the API speaks about.
-pub(crate) struct Api {
-    pub(crate) config: Arc<Config>,
-    pub(crate) tenants: Arc<Tenants>,
-    pub(crate) sessions: Arc<Sessions>,
-    pub(crate) scheduler: Handle,
-    pub(crate) devices: Devices,
-    pub(crate) partitioner: Partitioner,
-    pub(crate) runtime_dir: PathBuf,
-    pub(crate) started: Instant,
-    /// The TCP address that is listened on.
-    pub(crate) listen: Option<SocketAddr>,
-    /// What was sent last, and when it was made: all watchers share it.
-    pub(crate) live: tokio::sync::Mutex<Option<(Instant, Arc<str>)>>,
-    pub(crate) past: history::Past,
-    /// What was seen last.
-    pub(crate) last: Mutex<Option<Arc<Seen>>>,
-}
 
 /// What the clients on the Unix socket may read and change.
 pub(crate) fn router(api: Arc<Api>) -> Router {
@@ -193,8 +163,6 @@ pub fn document() -> String {
     Document::openapi().to_pretty_json().unwrap_or_default() + "\n"
 }
 
-type Answer<T> = Result<Json<T>, Refused>;
-
 async fn openapi() -> impl IntoResponse {
     ([("content-type", "application/json")], document())
 }
@@ -248,14 +216,6 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
         .into_response())
 }
 
-/// A place among those that watch.
-fn watcher() -> Result<SemaphorePermit<'static>, Refused> {
-    WATCHERS.try_acquire().map_err(|_| {
-        let why = format!("{MAX_WATCHERS} watch already: ask /v1/status from time to time");
-        Refused(StatusCode::SERVICE_UNAVAILABLE, why)
-    })
-}
-
 /// All that there is, sent twice a second as server-sent events.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, body = Live, content_type = "text/event-stream")))]
 async fn live(State(api): State<Arc<Api>>) -> Result<impl IntoResponse, Refused> {
@@ -279,36 +239,6 @@ async fn live(State(api): State<Arc<Api>>) -> Result<impl IntoResponse, Refused>
 async fn memory(State(api): State<Arc<Api>>) -> Answer<Vec<DeviceMemory>> {
     let seen = api.seen().await?;
     Ok(Json(memory_map(&seen.view, &seen.names)))
-}
-
-fn memory_map(view: &View, names: &BTreeMap<TenantId, String>) -> Vec<DeviceMemory> {
-    let device = |line: &Line| DeviceMemory {
-        device: line.uuid.clone(),
-        total: line.capacity,
-        occupied: line.occupied,
-        free: line.free,
-        tenants: (line.entries.iter())
-            .map(|(id, entry)| {
-                let name = names.get(id).cloned().unwrap_or_default();
-                memory_share(&line.uuid, name, entry)
-            })
-            .collect(),
-    };
-    view.memory.iter().map(device).collect()
-}
-
-fn memory_share(device: &str, tenant: String, entry: &Entry) -> MemoryShare {
-    MemoryShare {
-        device: device.to_owned(),
-        tenant,
-        guaranteed: entry.share.guaranteed,
-        limit: Some(entry.share.limit).filter(|limit| *limit != u64::MAX),
-        in_use: entry.holding.resident(),
-        above_guarantee: entry.borrowed(),
-        pinned: entry.holding.pinned,
-        swapped: entry.holding.swapped,
-        above_limit: (entry.holding.all()).saturating_sub(entry.share.limit),
-    }
 }
 
 /// Moves a tenant to another GPU; answers when it is there.
@@ -377,19 +307,6 @@ async fn wake(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// The client may go away in the middle of it; what was begun must not stay half done.
-async fn to_its_end<T: Send + 'static, E: Into<Refused> + Send + 'static>(
-    work: impl Future<Output = Result<T, E>> + Send + 'static,
-) -> Result<T, Refused> {
-    match tokio::spawn(work).await {
-        Ok(done) => done.map_err(Into::into),
-        Err(error) => {
-            let status = StatusCode::INTERNAL_SERVER_ERROR;
-            Err(Refused(status, error.to_string()))
-        }
-    }
-}
-
 /// How much of the past.
 #[derive(Deserialize)]
 struct Past {
@@ -438,41 +355,6 @@ async fn explanation(
     let all: Vec<_> = seen.shown().collect();
     let (devices, faults) = (&seen.view.devices, &seen.faults);
     Ok(Json(explain::explain(&tenant, &all, devices, faults)))
-}
-
-impl Api {
-    fn status(&self, seen: &Seen, faults: Vec<Fault>) -> Status {
-        let (api, view) = (self, &seen.view);
-        Status {
-            version: env!("CARGO_PKG_VERSION").into(),
-            faults,
-            protocol: gpumux_wire::PROTOCOL,
-            pid: std::process::id(),
-            uptime_s: api.started.elapsed().as_secs(),
-            runtime_dir: api.runtime_dir.display().to_string(),
-            session_socket: paths::session_socket(&api.runtime_dir)
-                .display()
-                .to_string(),
-            listen: api.listen.map(|address| address.to_string()),
-            policy: api.config.policy.clone(),
-            tenants: seen.tenants.len(),
-            sessions: api.sessions.count(),
-            devices: view.devices.clone(),
-            scheduler: view.scheduler.clone(),
-            host_memory: api.host_memory(view),
-        }
-    }
-
-    fn host_memory(&self, view: &View) -> types::HostMemory {
-        let (used, limit) = view.on_host;
-        let rules = &self.config.host_memory;
-        types::HostMemory {
-            used,
-            limit: Some(limit).filter(|limit| *limit != u64::MAX),
-            location: (rules.location.as_ref()).map(|it| it.display().to_string()),
-            scrub: rules.scrub,
-        }
-    }
 }
 
 /// The devices.
@@ -653,131 +535,6 @@ async fn hint(
     let tenant = api.in_time(hintable).await?;
     let processes = api.sessions.hint(tenant, expected_us);
     Ok((StatusCode::ACCEPTED, Json(Hinted { processes })))
-}
-
-impl Api {
-    /// Adds what only NVML knows of the devices.
-    fn complete(&self, view: &mut View) {
-        let known = self.devices.list();
-        for device in &mut view.devices {
-            if let Some(known) = known.iter().find(|known| known.uuid == device.uuid) {
-                // NVML of its own: that of the emulated device.
-                device.emulated |= self.config.emulated.is_some() && self.config.nvml.is_some();
-                device.index = Some(known.gpu);
-                device.name = known.name.clone();
-                device.readings = types::Readings {
-                    memory_used: Some(known.memory_used),
-                    ..known.readings
-                };
-                device.driver = known.driver.clone();
-                device.memory_bytes = known.memory_bytes;
-                device.hardware = known.hardware.clone();
-                if device.state == "ok" {
-                    device.state = known.state.clone();
-                }
-            }
-            if let Some(trouble) = self.devices.trouble().filter(|_| device.state == "ok") {
-                device.state = trouble.into();
-            }
-        }
-    }
-
-    /// All that there is, as JSON; made at most as often as it is sent to one.
-    async fn live(&self) -> Result<Arc<str>, Refused> {
-        let mut last = self.live.lock().await;
-        if let Some((at, text)) = &*last
-            && at.elapsed() < LIVE * 4 / 5
-        {
-            return Ok(Arc::clone(text));
-        }
-        let seen = self.seen().await?;
-        let live = Live {
-            memory: memory_map(&seen.view, &seen.names),
-            status: self.status(&seen, seen.faults.clone()),
-            tenants: seen.shown().map(|it| outward(it, false)).collect(),
-        };
-        // No map with odd keys is in it.
-        let text: Arc<str> = serde_json::to_string(&live).unwrap_or_default().into();
-        *last = Some((Instant::now(), Arc::clone(&text)));
-        Ok(text)
-    }
-
-    async fn tenant(&self, uid: Option<u32>, name: &str) -> Answer<types::Tenant> {
-        let seen = self.seen().await?;
-        let tenant = seen.find(uid, name)?.clone();
-        Ok(Json(show(tenant, &seen.view)))
-    }
-}
-
-/// What others than local users may see of a tenant: its command may name secrets.
-fn outward(mut tenant: types::Tenant, local: bool) -> types::Tenant {
-    if !local {
-        (tenant.command, tenant.log) = (program_only(&tenant.command), None);
-    }
-    tenant
-}
-
-/// Of a command, the program's name.
-fn program_only(command: &str) -> String {
-    let program = command.split(' ').next().unwrap_or_default();
-    program.rsplit('/').next().unwrap_or_default().to_owned()
-}
-
-/// A tenant with its domains.
-fn show(tenant: Tenant, view: &View) -> types::Tenant {
-    let own = view.domains.iter().filter(|(id, _)| *id == tenant.id);
-    let domains: Vec<types::Domain> = own.map(|(_, domain)| domain.clone()).collect();
-    let mut devices: Vec<String> = domains.iter().map(|domain| domain.device.clone()).collect();
-    devices.sort_unstable();
-    devices.dedup();
-    let needs_memory = (view.standings.get(&tenant.id)).is_some_and(|it| it.waits);
-    let state = state::state(state::Facts {
-        domains: &domains,
-        used: (view.totals.keys()).any(|(id, _)| *id == tenant.id),
-        swapped: view.swapped_out.contains(&tenant.id),
-        needs_memory,
-        tampers: view.tampering.contains_key(&tenant.id),
-        uncontrolled: tenant.uncontrolled.is_some(),
-    });
-    let counted = view.counted.get(&tenant.id);
-    let lines = view.memory.iter().flat_map(|line| {
-        let own = line.entries.iter().filter(|(id, _)| *id == tenant.id);
-        own.map(|(_, entry)| memory_share(&line.uuid, tenant.name.clone(), entry))
-    });
-    let memory: Vec<MemoryShare> = lines.collect();
-    types::Tenant {
-        asleep: view.swapped_out.contains(&tenant.id),
-        waits_for_memory: needs_memory,
-        moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
-        unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())
-            .cloned()
-            .collect(),
-        uncontrolled: tenant.uncontrolled,
-        memory,
-        name: tenant.name,
-        class: tenant.spec.class,
-        spec: tenant.spec,
-        uid: tenant.uid,
-        user: tenant.user,
-        may_use: tenant.devices,
-        lapsed: view.lapsed.contains(&tenant.id),
-        tampering: view.tampering.get(&tenant.id).copied(),
-        pids: tenant.pids,
-        command: tenant.life.command,
-        log: tenant.life.log,
-        lost_output: tenant.life.lost_output,
-        devices,
-        domains,
-        since: tenant.since,
-        state,
-        placement: tenant.placement,
-        work: counted.map_or(0, |all| all.work),
-        progress: counted.map_or(0, |all| all.progress),
-        hints: counted.map(|all| all.hints.into()).unwrap_or_default(),
-        requests: counted
-            .map(|all| (&all.requests).into())
-            .unwrap_or_default(),
-    }
 }
 
 /// Checks a scrape by the rules of OpenMetrics; returns the names in it.

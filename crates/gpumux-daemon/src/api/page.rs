@@ -9,11 +9,8 @@ use axum::{
     response::IntoResponse,
 };
 
-use super::{Api, types::Me};
-use crate::{
-    peer::Peer,
-    tenants::{Tenant, secret},
-};
+use super::{context::Api, types::Me};
+use crate::{peer::Peer, secret::secret, tenants::Tenant};
 
 /// Its own script and styles are marked with a number that cannot be guessed.
 const PAGE: &str = include_str!("page.html");

@@ -2,6 +2,7 @@
 
 mod history;
 mod life;
+mod state;
 
 use std::{collections::BTreeMap, fmt};
 
@@ -15,12 +16,12 @@ use gpumux_wire::page::{HintCounts, RequestTimes};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-pub use super::state::TenantState;
 pub use gpumux_core::{SpecChange, TenantSpec};
 pub use history::{DeviceHistory, History, Me, Readings, TenantHistory};
 pub use life::{
     Ended, Event, EventKind, Exit, LostOutput, NewSignal, Reported, Setting, Signalled,
 };
+pub use state::TenantState;
 
 /// The daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]

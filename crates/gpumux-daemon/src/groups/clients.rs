@@ -5,12 +5,12 @@
 use std::{
     collections::BTreeSet,
     io,
-    sync::{Arc, Weak},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{AGAIN, Group, Groups, WATCH, folder::Output};
-use crate::{examine::PATIENCE, peer::ProcessId, tenants::Tenants};
+use super::{AGAIN, Group, Groups, WATCH, entry::Client, folder::Output};
+use crate::{examine::PATIENCE, peer::ProcessId};
 
 /// What the control daemon writes before it lets a process in; the pid follows. It should have a context after this time.
 const COMES: (&str, Duration) = ("NEW CLIENT ", Duration::from_secs(1));
@@ -28,13 +28,13 @@ const LOOKS: u32 = 3;
 const TOKEN: &str = "GPUMUX_TENANT";
 
 impl Groups {
-    /// Ends a client that enters a group that is not its tenant's.
+    /// Reports the clients that enter a group.
     pub(super) async fn guard(&self, group: &Arc<Group>) {
         let mut output: Option<Output> = None;
         let mut due: Vec<Due> = Vec::new();
         loop {
             tokio::time::sleep(WATCH).await;
-            let Some(tenants) = self.tenants.get().and_then(Weak::upgrade) else {
+            let Some((_, to)) = self.reports.get() else {
                 continue;
             };
             output = output.filter(|output| !output.is_old(&group.folder));
@@ -56,7 +56,11 @@ impl Groups {
             }
             let now: Vec<Due> = due.extract_if(.., |look| look.at <= now).collect();
             for look in now {
-                due.extend(self.check(group, look, &tenants).await);
+                match self.look_at(group, look).await {
+                    // A daemon that ends looks at none.
+                    Ok(client) => client.into_iter().for_each(|it| drop(to.send(it))),
+                    Err(again) => due.push(again),
+                }
             }
         }
     }
@@ -72,61 +76,47 @@ impl Groups {
         BTreeSet::new()
     }
 
-    /// Ends a process, unless it is of a tenant of the group. Work that it leaves under way ends no other client. Gives the next look at
-    /// one that could not be looked at.
-    async fn check(&self, group: &Group, due: Due, tenants: &Tenants) -> Option<Due> {
+    /// What shows whose process it is; nothing of one that has ended, or that is the group's own. Or the next look at one that could
+    /// not be looked at.
+    async fn look_at(&self, group: &Group, due: Due) -> Result<Option<Client>, Due> {
         let pid = due.pid;
-        let process = ProcessId::of(pid)?;
-        let watch = process.watch()?;
+        let Some((process, watch)) = ProcessId::of(pid).and_then(|it| Some((it, it.watch()?)))
+        else {
+            return Ok(None);
+        };
         let line = process.line();
         let control = group.process();
         // Its server is the control daemon's child.
         let servant = control.is_some_and(|control| line.iter().take(2).any(|it| *it == control));
         if servant || pid == std::process::id() || !process.is_of(group.key.uid) {
-            return None;
+            return Ok(None);
         }
-        let (examiner, emulated) = (self.examiner.clone(), self.emulated.clone());
-        let own = examiner.clone();
+        let own = self.examiner.clone();
         let look = move || {
             let deadline = Instant::now() + PATIENCE;
             let token = own.variable(process, &watch, TOKEN, deadline);
             (watch, token)
         };
-        let (watch, token) = tokio::task::spawn_blocking(look).await.ok()?;
+        let Ok((watch, token)) = tokio::task::spawn_blocking(look).await else {
+            return Ok(None);
+        };
         if watch.has_ended() {
-            return None;
+            return Ok(None);
         }
-        let token = match token {
-            Ok(token) => Some(token),
-            Err(error) => match due.again(error.kind(), Instant::now()) {
-                Some(again) => return Some(again),
-                None => None,
-            },
-        };
-        let secret = token.as_ref().and_then(Option::as_deref);
-        if tenants.belongs(&group.key, secret, &line).await || watch.has_ended() {
-            return None;
+        if let Err(error) = &token
+            && let Some(again) = due.again(error.kind(), Instant::now())
+        {
+            return Err(again);
         }
-        let why = match token {
-            Some(Some(_)) => "its secret is of no tenant of the group",
-            Some(None) => "it has no tenant's secret, and none of the group has started it",
-            None => "it hides its environment, and none of the group has started it",
-        };
-        tracing::warn!(
-            group = group.name(),
-            pid,
-            program = process.program(),
-            why,
-            "a process that does not belong to the group has entered it, and is ended"
-        );
-        let look = move || {
-            let files = examiner.files(process, &watch, emulated.as_deref());
-            watch.kill();
-            files
-        };
-        let files = tokio::task::spawn_blocking(look).await.unwrap_or_default();
-        tenants.hold_memory(group.name().into(), files).await;
-        None
+        Ok(Some(Client {
+            group: group.key.clone(),
+            token,
+            line,
+            process,
+            watch,
+            examiner: self.examiner.clone(),
+            emulated: self.emulated.clone(),
+        }))
     }
 }
 

@@ -202,7 +202,7 @@ async fn stopped_server_is_reported_without_being_asked() {
     node.write("stopped", "");
     let groups = node.load();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-    groups.tell_failures(tell);
+    groups.report_to(tell, tokio::sync::mpsc::unbounded_channel().0);
     let _membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let group = only(&groups);
     let first = group.process().unwrap();
@@ -246,7 +246,7 @@ async fn server_that_ends_just_after_its_last_member_has_failed() {
     let node = Node::new();
     let groups = node.load();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-    groups.tell_failures(tell);
+    groups.report_to(tell, tokio::sync::mpsc::unbounded_channel().0);
     let membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let (name, process) = (membership.name(), only(&groups).process().unwrap());
     drop(membership);
@@ -261,7 +261,7 @@ async fn hung_server_is_reported_and_a_silent_one_is_left_alone() {
     let node = Node::new();
     let groups = node.load();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-    groups.tell_failures(tell);
+    groups.report_to(tell, tokio::sync::mpsc::unbounded_channel().0);
     let _membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let first = only(&groups).process().unwrap();
     // As while a package is replaced.

@@ -15,7 +15,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES, nvmlReturn_t,
 };
 
-use super::MigError;
+use super::error::{MigError, join};
 use crate::{
     api::types::{Mig, MigCompute, MigGpu, MigInstance, MigProfile},
     devices,
@@ -433,6 +433,6 @@ fn check_idle(device: &Device<'_>) -> Result<(), MigError> {
     };
     Err(MigError::InUse {
         device: device.uuid().unwrap_or_default(),
-        holders: super::join(processes.iter().map(name)),
+        holders: join(processes.iter().map(name)),
     })
 }

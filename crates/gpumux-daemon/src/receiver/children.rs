@@ -13,7 +13,7 @@ use rustix::{
     process::{WaitOptions, wait},
 };
 
-use super::Place;
+use super::protocol::Place;
 
 /// What a child does.
 pub(super) trait Work: Send + 'static {

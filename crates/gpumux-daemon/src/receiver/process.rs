@@ -25,10 +25,9 @@ use rustix::{
 };
 
 use super::{
-    Kind, Place, Report, SetUp,
     children::Children,
-    pair,
     places::{Places, Refusal},
+    protocol::{Kind, Place, Report, SetUp, pair},
     refused::{self, Pair, Refused},
     relay::Relay,
 };

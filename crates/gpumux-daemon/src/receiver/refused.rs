@@ -22,7 +22,10 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 
-use super::{Kind, children::Work, pair};
+use super::{
+    children::Work,
+    protocol::{Kind, pair},
+};
 
 /// Connections that wait in a pair: the kernel's default buffer (`net.core.wmem_default`) has room for twice as many.
 pub(super) const MOST: usize = 128;

@@ -18,7 +18,10 @@ use rustix::{
     net::{RecvFlags, SendFlags, Shutdown, recv, shutdown},
 };
 
-use super::{Kind, STALLED, children::Work};
+use super::{
+    children::Work,
+    protocol::{Kind, STALLED},
+};
 use crate::verify::{is_of_driver, leads_to};
 
 /// What a relay has.
@@ -249,7 +252,7 @@ mod tests {
 
     use rustix::net::SocketType;
 
-    use super::{super::pair, *};
+    use super::{super::protocol::pair, *};
 
     #[test]
     fn answer_of_a_daemon_that_has_closed_is_passed_on() {

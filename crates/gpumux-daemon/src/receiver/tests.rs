@@ -9,6 +9,7 @@ use std::{
 
 use gpumux_tests::hanging::lingering;
 use gpumux_wire::{Daemon, Shim, socket};
+use rustix::net::SocketFlags;
 use tempfile::TempDir;
 
 use super::*;

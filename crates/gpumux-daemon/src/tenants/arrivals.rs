@@ -12,7 +12,7 @@ use tokio::sync::Mutex;
 
 use super::{
     life::Life,
-    model::{Holder, Tenant, TenantError, check, secret},
+    model::{Holder, Tenant, TenantError, check},
     persistence::{self, Files, Saved, Settings},
     placement::{self, Wish},
     registry::Tenants,
@@ -26,6 +26,7 @@ use crate::{
     peer::{Peer, ProcessId},
     programs::Programs,
     scheduler::{Command, Handle, Owner, SessionId, Stopped},
+    secret::secret,
     store::Writer,
     users::Users,
 };

@@ -5,7 +5,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    os::fd::OwnedFd,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -31,10 +30,9 @@ use crate::{
     },
     events::Events,
     groups::{Groups, Key, UnauthorizedClient},
-    hold,
     peer::{ProcessFd, ProcessId},
     programs::Programs,
-    scheduler::{Command, Handle, Happening, Left, SessionId, Stopped, View},
+    scheduler::{Command, Handle, Happening, SessionId, Stopped, View},
     store::Writer,
     users::{Users, uid_of},
 };
@@ -192,12 +190,6 @@ impl Tenants {
             (!held.is_empty()).then_some(held)
         });
         nearest.is_some_and(|held| held.into_iter().any(is_of))
-    }
-
-    /// Holds the memory of a process that was ended in a group of this name.
-    pub(crate) async fn hold_memory(&self, group: Arc<str>, files: Vec<OwnedFd>) {
-        let rest = hold::until_ended(&self.scheduler, Left::Group(group), files).await;
-        tokio::spawn(rest);
     }
 
     /// A session has ended.

@@ -14,13 +14,15 @@ use tokio::{
 
 use super::{
     faults::{CrashCount, SERVER, faulting_client, server_lost},
+    learning,
     registry::Tenants,
 };
 use crate::{
     api::types::{EventKind, Fault},
     failure::{Crash, Failure},
-    programs,
-    scheduler::{Command, Stopped},
+    groups::Client,
+    hold,
+    scheduler::{Command, Left, Stopped},
 };
 
 /// How long reports of one fault are gathered.
@@ -33,8 +35,8 @@ const UNNOTICED: Duration = Duration::from_millis(500);
 /// Watches over groups and programs of these tenants from now on.
 pub(crate) async fn watch(tenants: &Arc<Tenants>) -> Result<(), Stopped> {
     let (tell, told) = unbounded_channel();
-    tenants.groups.tell_failures(tell.clone());
-    tenants.groups.know(Arc::downgrade(tenants));
+    let (enter, mut entered) = unbounded_channel();
+    tenants.groups.report_to(tell.clone(), enter);
     let (report, mut reported) = unbounded_channel();
     (tenants.scheduler)
         .ask(|answer| Command::ReportTo(tell, report, answer))
@@ -46,7 +48,13 @@ pub(crate) async fn watch(tenants: &Arc<Tenants>) -> Result<(), Stopped> {
             tenants.happened(happening).await;
         }
     });
-    tokio::spawn(programs::watch(Arc::downgrade(tenants)));
+    let watcher = Arc::downgrade(tenants);
+    tokio::spawn(async move {
+        while let (Some(client), Some(tenants)) = (entered.recv().await, watcher.upgrade()) {
+            tokio::spawn(async move { tenants.check(client).await });
+        }
+    });
+    tokio::spawn(learning::watch(Arc::downgrade(tenants)));
     Ok(())
 }
 
@@ -127,6 +135,20 @@ async fn gathered(group: Arc<str>) -> (Arc<str>, bool) {
 }
 
 impl Tenants {
+    /// Ends a process that has entered a group, unless it is of a tenant of that. Work that it leaves under way ends no other client.
+    async fn check(&self, client: Client) {
+        let secret = client.token.as_ref().ok().and_then(Option::as_deref);
+        if self.belongs(&client.group, secret, &client.line).await {
+            return;
+        }
+        let group = client.group.name().into();
+        if let Some(files) = client.end().await {
+            hold::until_ended(&self.scheduler, Left::Group(group), files)
+                .await
+                .await;
+        }
+    }
+
     /// A group has failed: records the faulting client and the members that it ended, and starts it again.
     async fn crashed(
         &self,

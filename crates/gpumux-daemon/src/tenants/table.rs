@@ -9,7 +9,7 @@ use gpumux_core::{MAX_NAME, TenantId, TenantSpec, admission::UserPolicy, is_name
 
 use super::{
     faults::Faults,
-    model::{Tenant, TenantError, find, is_secret},
+    model::{Tenant, TenantError, find},
     persistence::{self, Files, Settings},
     placement::{Room, Wish},
 };
@@ -17,6 +17,7 @@ use crate::{
     api::types::{Ended, NewTenant, SpecChange},
     groups::Key,
     peer::Peer,
+    secret::is_secret,
 };
 
 /// Most tenants there may be.

@@ -13,7 +13,7 @@ use gpumux_core::{
 use tokio::task::JoinSet;
 
 use super::{
-    model::{Tenant, TenantError, find, secret},
+    model::{Tenant, TenantError, find},
     registry::Tenants,
     table::Table,
     testing::{CONTROL, child, member, new, peer, placement, tenants, with_groups},
@@ -23,6 +23,7 @@ use crate::{
     groups::{self, Key},
     peer::ProcessId,
     scheduler::{Command, SessionId},
+    secret::secret,
 };
 
 #[tokio::test]

@@ -1,7 +1,8 @@
 //! One thread: its registers and what instructions do to them.
 
 use super::{
-    BARRIERS, CYCLES, FaultKind, LOCAL, Memory, PARAM, SHARED, Shared, WARP, WINDOW, phase,
+    model::{BARRIERS, CYCLES, FaultKind, LOCAL, Memory, PARAM, SHARED, Shared, WARP, WINDOW},
+    phase,
 };
 use crate::{
     alu,

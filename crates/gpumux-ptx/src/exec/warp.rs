@@ -1,7 +1,7 @@
 //! Warp functions: executed when all the lanes that they name have come.
 
 use super::{
-    WARP,
+    model::WARP,
     thread::{State, Thread},
 };
 use crate::{

@@ -1,38 +1,9 @@
 //! How one engine is shared: whose turn it is, for how long, and what a change costs.
 
-use super::{Engine, Gpu, Group, GroupId, Hardware, Nanos, Ready};
-
-/// The state of one engine.
-#[derive(Clone, Debug)]
-pub(super) struct Scheduler {
-    engine: Engine,
-    /// SMs; 1 on a copy engine.
-    capacity: u32,
-    /// Round robin order.
-    round: Vec<GroupId>,
-    /// Whose state the engine holds.
-    resident: Option<GroupId>,
-    /// Where the round goes on: behind this group.
-    last: Option<GroupId>,
-    phase: Phase,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
-    /// Nothing to do.
-    Idle,
-    /// The resident group is on its way out.
-    Switching { until: Nanos },
-    /// The resident group has the engine.
-    Running {
-        /// Start of its first slice.
-        since: Nanos,
-        /// Until then its state is restored and nothing progresses.
-        restored: Nanos,
-        /// Since when nothing is queued behind what runs.
-        exhausted: Option<Nanos>,
-    },
-}
+use super::{
+    hardware::{Hardware, Nanos},
+    model::{Engine, Gpu, Group, GroupId, Phase, Ready, Scheduler},
+};
 
 impl Scheduler {
     pub(super) fn new(engine: Engine, hardware: &Hardware) -> Self {

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Nanos;
+/// Nanoseconds since the model's start, or a duration.
+pub type Nanos = u64;
 
 const MICRO: Nanos = 1000;
 

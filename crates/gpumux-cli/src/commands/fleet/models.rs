@@ -13,7 +13,7 @@ use gpumux_fleet::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{NONE, mean};
+use super::lists::{NONE, load_nodes, mean, rows};
 use crate::{output, units};
 
 /// Find the GPUs that models need to serve their requests, for each way of sharing GPUs
@@ -100,7 +100,7 @@ struct Report {
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let (nodes, _) = super::load_nodes(&args.nodes)?;
+    let (nodes, _) = load_nodes(&args.nodes)?;
     let card_mib = nodes.iter().map(|node| node.gpu_memory_mib).min();
     let card_mib = card_mib.filter(|mib| *mib > 0).with_context(|| {
         format!(
@@ -108,7 +108,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
             args.nodes.display()
         )
     })?;
-    let services: Vec<Service> = super::rows(&args.models)?;
+    let services: Vec<Service> = rows(&args.models)?;
     let (profile, terms) = (profile(&args.profile)?, args.limits.terms(card_mib));
     let slots = |whole| -> anyhow::Result<Vec<Slot>> {
         let slot = |service| Ok(profile.smallest(service, &terms, whole)?);
@@ -141,7 +141,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         });
     }
     let placement = args.placement.as_ref().map(|file| {
-        let placed: Vec<Placed> = super::rows(file)?;
+        let placed: Vec<Placed> = rows(file)?;
         Ok::<_, anyhow::Error>(estimated(&placed, &services, &profile, &terms))
     });
     let report = Report {

@@ -10,7 +10,7 @@ use gpumux_fleet::{
 use serde::Serialize;
 
 use super::{
-    NONE,
+    lists::{NONE, rows},
     models::{self, Limits},
 };
 use crate::output;
@@ -66,14 +66,14 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     );
     let recording = match (&args.requests, &args.models, &args.profile) {
         (Some(requests), Some(models), Some(profile)) => {
-            let services: Vec<Service> = super::rows(models)?;
-            let requests: Vec<Request> = super::rows(requests)?;
+            let services: Vec<Service> = rows(models)?;
+            let requests: Vec<Request> = rows(requests)?;
             let (profile, terms) = (models::profile(profile)?, args.limits.terms(args.card));
             usage::of_requests(&requests, &services, &profile, &terms, args.window)
                 .with_context(|| format!("in {}", models.display()))?
         }
         _ => {
-            let rows = args.usage.iter().map(|file| super::rows::<Row>(file));
+            let rows = args.usage.iter().map(|file| rows::<Row>(file));
             let rows = rows.collect::<anyhow::Result<Vec<_>>>()?;
             usage::recording(rows.into_iter().flatten())
         }

@@ -3,16 +3,18 @@
 mod gpus;
 mod pages;
 mod tenants;
+mod text;
 
 use ratatui::{
     Frame,
-    layout::{Constraint, Layout, Rect},
+    layout::{Constraint, Layout},
     style::{Color, Style, Stylize},
     text::Line,
     widgets::{Paragraph, Wrap},
 };
 
 use super::view::{Answer, Input, Page, View};
+use text::{cut, lines};
 
 pub(super) fn draw(frame: &mut Frame<'_>, view: &View) {
     let note = note(view);
@@ -113,55 +115,4 @@ fn footer(width: u16, view: &View) -> Line<'static> {
         _ => [" ↑↓ scroll  Esc back  ? help  q quit"; 3],
     };
     Line::from(fitting(width, texts.map(str::to_owned))).reversed()
-}
-
-/// `columns` wide: filled as far as `part` of it, with a mark.
-fn bar(columns: usize, part: f64, mark: Option<f64>) -> String {
-    let at = |part: f64| (part * columns as f64).round() as usize;
-    let mark = mark
-        .filter(|mark| *mark > 0.0)
-        .map(|mark| at(mark).min(columns - 1));
-    (0..columns)
-        .map(|column| match column {
-            _ if mark == Some(column) => '|',
-            _ if column < at(part) => '█',
-            _ => '·',
-        })
-        .collect()
-}
-
-fn percent(share: f64) -> String {
-    format!("{:.0}%", share * 100.0)
-}
-
-/// As much of a name as fits.
-fn cut(name: &str, columns: usize) -> String {
-    match name.chars().count() > columns {
-        true => name
-            .chars()
-            .take(columns.saturating_sub(1))
-            .chain(['…'])
-            .collect(),
-        false => name.to_owned(),
-    }
-}
-
-/// What people call a device: its index, or as much of its UUID as tells devices apart.
-fn title(answer: &Answer, uuid: &str) -> String {
-    let known = answer.status.devices.iter().find(|it| it.uuid == uuid);
-    match known.and_then(|it| it.index) {
-        Some(index) => format!("GPU {index}"),
-        None => uuid.splitn(3, '-').take(2).collect::<Vec<_>>().join("-"),
-    }
-}
-
-/// How many lines a text takes.
-fn lines(text: &str, width: u16) -> u16 {
-    let text = Paragraph::new(text).wrap(Wrap { trim: true });
-    // Words that are moved to the next line need no more than that.
-    let rect = Rect::new(0, 0, width.max(1), 64);
-    let mut buffer = ratatui::buffer::Buffer::empty(rect);
-    ratatui::widgets::Widget::render(text, rect, &mut buffer);
-    let used = |y: &u16| (0..rect.width).any(|x| buffer[(x, *y)].symbol() != " ");
-    (0..rect.height).rev().find(used).map_or(0, |last| last + 1)
 }

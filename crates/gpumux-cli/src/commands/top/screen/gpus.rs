@@ -8,7 +8,7 @@ use ratatui::{
 
 use super::{
     super::view::{Answer, View},
-    bar, cut, percent, title,
+    text::{bar, cut, percent, title},
 };
 use crate::output::bytes;
 

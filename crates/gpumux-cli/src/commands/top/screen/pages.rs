@@ -13,7 +13,8 @@ use super::{
         keys,
         view::{Answer, View},
     },
-    percent, tenants,
+    tenants,
+    text::percent,
 };
 
 pub(super) fn show(frame: &mut Frame<'_>, area: Rect, view: &View, lines: Vec<Line<'static>>) {

@@ -11,7 +11,8 @@ use ratatui::{
 
 use super::{
     super::view::{Answer, Order, Row, View},
-    bar, cut, gpus, lines, percent, title,
+    gpus,
+    text::{bar, cut, lines, percent, title},
 };
 use crate::output::bytes;
 

@@ -1,0 +1,190 @@
+//! A domain under control.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Account, Demand, DomainId, DomainState, Launches, Micros, Rhythm, RunState, TenantId,
+    Timeslice, tamper::Course,
+};
+
+/// Why a domain whose memory is away is frozen, whatever the policy decides.
+pub const AWAY: &str = "its memory is away";
+
+/// How long a domain is left alone after a first failure, and at most.
+pub const BACKOFF: (Micros, Micros) = (Micros::from_millis(20), Micros::from_secs(5));
+
+/// A failure that long after the one before it counts as the first.
+const FORGIVEN: Micros = Micros::from_secs(10);
+
+/// How soon a deferred control is looked at again, and how often demand is looked at while it decides which domain runs.
+pub const TICK: Micros = Micros::from_millis(1);
+
+/// How long a domain without work still counts as one that competes: many pause between pieces of work.
+const LINGERS: Micros = Micros::from_secs(1);
+
+/// A channel group to control.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NewDomain {
+    /// The number of its device, see [`Controller::add_device`].
+    pub device: usize,
+    /// Its name; no other's, nor a group's.
+    pub id: DomainId,
+    /// Its tenant.
+    pub tenant: TenantId,
+    /// The MPS group to which it belongs: all members are controlled alike.
+    pub group: Option<DomainId>,
+    /// Whether it has work.
+    pub demand: Demand,
+    /// Its timeslice.
+    pub timeslice: Timeslice,
+    /// The timeslice that the driver library gave it.
+    pub default: Timeslice,
+}
+
+/// A domain under control.
+#[derive(Clone, Debug)]
+pub struct Domain {
+    /// What is known of it.
+    pub state: DomainState,
+    /// Its group, if it belongs to one.
+    pub group: Option<DomainId>,
+    /// Why it runs or not, in a few words.
+    pub reason: &'static str,
+    /// Its memory is away.
+    pub swapped_out: bool,
+    /// When it was certainly frozen.
+    pub course: Course,
+    pub(super) default: Timeslice,
+    /// A control was issued and has not ended.
+    pub(super) under_way: bool,
+    pub(super) at_work: bool,
+    pub(super) rhythm: Rhythm,
+    pub(super) launches: Launches,
+    /// How long it had been frozen when that was looked at.
+    pub(super) frozen_before: Micros,
+    pub(super) fault: Option<Fault>,
+    /// When it last failed, and for how long it was to be left alone then.
+    pub(super) last_fault: Option<(Micros, Micros)>,
+    /// What its group had before it came.
+    pub(super) before: Account,
+    /// How long it had work before [`DomainState::demand_since`].
+    pub(super) busy: Micros,
+    /// Since when it is frozen, and for how long it was before.
+    pub(super) frozen: (Option<Micros>, Micros),
+}
+
+/// That a control failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fault {
+    /// When to take the domain up again.
+    pub(super) until: Micros,
+    /// That is under way.
+    pub(super) trying: bool,
+}
+
+impl Domain {
+    pub(super) fn new(new: &NewDomain, now: Micros, before: Account) -> Self {
+        Self {
+            state: DomainState {
+                id: new.id,
+                tenant: new.tenant,
+                demand: new.demand,
+                demand_since: now,
+                expected: None,
+                tolerated: None,
+                received: Micros::ZERO,
+                timeslice: new.timeslice,
+                run: RunState::Enabled,
+                pinned: None,
+            },
+            group: new.group,
+            reason: "new",
+            swapped_out: false,
+            course: Course::default(),
+            default: new.default,
+            under_way: false,
+            at_work: false,
+            rhythm: Rhythm::default(),
+            launches: Launches::default(),
+            frozen_before: Micros::ZERO,
+            fault: None,
+            last_fault: None,
+            before,
+            busy: Micros::ZERO,
+            frozen: (None, Micros::ZERO),
+        }
+    }
+
+    /// Its name to the policy and in the accounts.
+    pub fn planned_as(&self) -> DomainId {
+        self.group.unwrap_or(self.state.id)
+    }
+
+    /// A control failed: it is not controlled now.
+    pub fn is_faulty(&self) -> bool {
+        self.fault.is_some()
+    }
+
+    /// Whether it has been taken off the device, and no control is under way that ends that.
+    pub fn is_frozen(&self) -> bool {
+        self.state.run == RunState::Frozen && !self.under_way
+    }
+
+    /// How long it had work itself, whatever the others of its group had.
+    pub fn busy(&self, now: Micros) -> Micros {
+        match self.state.demand {
+            Demand::Busy => self.busy + now.saturating_sub(self.state.demand_since),
+            Demand::Idle | Demand::Unknown => self.busy,
+        }
+    }
+
+    /// How long it was frozen.
+    pub fn frozen(&self, now: Micros) -> Micros {
+        let (since, before) = self.frozen;
+        before + since.map_or(Micros::ZERO, |since| now.saturating_sub(since))
+    }
+
+    pub(super) fn set_demand(&mut self, demand: Demand, now: Micros) {
+        self.busy = self.busy(now);
+        (self.state.demand, self.state.demand_since) = (demand, now);
+    }
+
+    pub(super) fn set_run(&mut self, run: RunState, now: Micros) {
+        self.state.run = run;
+        self.frozen = match (run, self.frozen) {
+            (RunState::Frozen, (None, before)) => (Some(now), before),
+            (RunState::Enabled, (Some(_), _)) => (None, self.frozen(now)),
+            (_, unchanged) => unchanged,
+        };
+    }
+
+    /// Whether it runs only when others let it.
+    pub(super) fn gives_way(&self) -> bool {
+        self.state.run == RunState::Frozen || self.state.timeslice < Timeslice::DEFAULT
+    }
+
+    /// Whether it has, or had a moment ago, work to compete with.
+    pub(super) fn competes(&self, now: Micros) -> bool {
+        self.state.demand.may_run() || now.saturating_sub(self.state.demand_since) < LINGERS
+    }
+
+    /// Leaves it alone for a while.
+    pub(super) fn give_up(&mut self, now: Micros) {
+        self.state.timeslice = self.default;
+        if !self.swapped_out {
+            self.set_run(RunState::Enabled, now);
+        }
+        let backoff = match self.last_fault {
+            Some((at, before)) if now.saturating_sub(at + before) <= FORGIVEN => {
+                Micros(before.0 * 2).min(BACKOFF.1)
+            }
+            _ => BACKOFF.0,
+        };
+        self.last_fault = Some((now, backoff));
+        let until = now + backoff;
+        self.fault = Some(Fault {
+            until,
+            trying: false,
+        });
+    }
+}

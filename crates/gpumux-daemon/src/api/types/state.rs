@@ -1,0 +1,84 @@
+//! The state of a tenant, in one word: the same in `ps`, `top`, the web page, `explain`, metrics and the API.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// What a tenant does.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum TenantState {
+    /// No process of it has used a GPU yet.
+    #[default]
+    Starting,
+    /// It has no work for a GPU.
+    Idle,
+    /// It has work, and may run.
+    Running,
+    /// It has work, and is frozen until its turn comes.
+    Queued,
+    /// Its process is stopped (SIGSTOP, a debugger), with work that it launched before.
+    Stopped,
+    /// Some or all of its memory is swapped out, or on its way.
+    Swapped,
+    /// It waits for room in a GPU's memory.
+    Blocked,
+    /// A control (freeze, thaw, timeslice) of one of its channel groups failed, or the driver does not allow them.
+    Faulty,
+    /// Its processes undo gpumux's controls.
+    Tampers,
+}
+
+impl TenantState {
+    /// Every state, in the order of a tenant's life.
+    pub const ALL: [Self; 9] = [
+        Self::Starting,
+        Self::Idle,
+        Self::Running,
+        Self::Queued,
+        Self::Stopped,
+        Self::Swapped,
+        Self::Blocked,
+        Self::Faulty,
+        Self::Tampers,
+    ];
+
+    /// The word for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Idle => "idle",
+            Self::Running => "running",
+            Self::Queued => "queued",
+            Self::Stopped => "stopped",
+            Self::Swapped => "swapped",
+            Self::Blocked => "blocked",
+            Self::Faulty => "faulty",
+            Self::Tampers => "tampers",
+        }
+    }
+
+    /// What the word means, in one line.
+    pub const fn meaning(self) -> &'static str {
+        match self {
+            Self::Starting => "no process of it has used a GPU yet",
+            Self::Idle => "has no work for a GPU",
+            Self::Running => "has work, and may run",
+            Self::Queued => "has work, and is frozen until its turn comes",
+            Self::Stopped => "its process is stopped (SIGSTOP, Ctrl-Z, a debugger)",
+            Self::Swapped => "some or all of its memory is on the host",
+            Self::Blocked => "waits for room in a GPU's memory",
+            Self::Faulty => "gpumux cannot control it: `gpumux explain NAME` names the error",
+            Self::Tampers => {
+                "its processes undo what gpumux sets: `gpumux explain NAME` has the details"
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for TenantState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
