@@ -236,7 +236,9 @@ def bars(data: dict[str, Any], name: str, x: int, width: int) -> Iterable[str]:
 
 
 def picture(data: dict[str, Any]) -> str | None:
-    """An SVG of the latencies and the batch rate, or of the GPUs that are needed and of what is attained; nothing where there are none."""
+    """An SVG of the latencies and the batch rate, of the GPUs that are needed and of what is attained, or of curves; nothing where there are none."""
+    if data["bench"] == "curves":
+        return curves(data)
     names = [name for name in ("latency_p99_ms", "batch_rate", "gpus", "attained") if name in columns(data["rows"])]
     if not names:
         return None
@@ -251,6 +253,32 @@ def picture(data: dict[str, Any]) -> str | None:
     ]
     for place, name in enumerate(names):
         lines += bars(data, name, 12 + place * width, width)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def curves(data: dict[str, Any]) -> str:
+    """An SVG of utility curves: throughput by percentage of the SMs, a line per program."""
+    left, top, side, colours = 52, 44, 300, ["#0969da", "#bc4c00", "#1a7f37", "#8250df", "#57606a"]
+    at = lambda percent, value: (left + percent / 100 * side, top + (1 - value / 1.1) * side)  # noqa: E731
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + side + 150}" height="{top + side + 46}" font-family="sans-serif" font-size="11">',
+        "<style>text{fill:#24292f}</style>",
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        f'<text x="12" y="22" font-size="15">{escape(data["bench"])}: {escape(data["device"])}, {escape(data["commit"][:7])}</text>',
+    ]
+    for part in (0, 25, 50, 75, 100):
+        (x, zero), (_, y) = at(part, 0), at(0, part / 100)
+        lines.append(f'<path d="M{x:.1f} {top}V{zero:.1f}M{left} {y:.1f}H{left + side}" stroke="#d0d7de"/>')
+        lines.append(f'<text x="{x:.1f}" y="{zero + 16:.1f}" text-anchor="middle">{part}%</text>')
+        lines.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{part / 100:g}</text>')
+    lines.append(f'<text x="{left + side / 2}" y="{top + side + 36}" text-anchor="middle">part of the SMs; throughput relative to all of them</text>')
+    cases = dict.fromkeys(row["case"] for row in data["rows"])
+    for number, case in enumerate(cases):
+        points = [at(float(row["mode"].rstrip("%")), row["values"]["relative"]) for row in data["rows"] if row["case"] == case]
+        colour = colours[number % len(colours)]
+        lines.append(f'<path d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+        lines.append(f'<text x="{left + side + 14}" y="{top + 14 + 18 * number}" style="fill:{colour}">{escape(case)}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 

@@ -89,6 +89,13 @@ class Plot(unittest.TestCase):
         with self.assertRaisesRegex(common.BenchError, "no rows"):
             self.filled("<!-- table colocation-h100; modes mps -->\n<!-- end -->")
 
+    def test_curves_are_drawn_a_line_a_program(self) -> None:
+        rows = [{"case": case, "mode": f"{part}%", "values": {"relative": part / 100}} for case in "ab" for part in (25, 50, 100)]
+        drawn = plot.picture({"bench": "curves", "device": "G", "commit": "0" * 7, "rows": rows}) or ""
+        self.assertEqual((drawn.count('stroke-width="2"'), drawn.count("<circle")), (2, 6))
+        # Of half of the SMs half of the throughput: in the middle of the panel, whose scale goes to 1.1.
+        self.assertIn('cx="202.0" cy="207.6"', drawn)
+
     def test_results_without_a_table_are_found(self) -> None:
         (self.results / "kernels-h100.json").write_text(json.dumps(DATA | {"bench": "kernels"}))
         self.assertEqual(plot.outputs(self.results, [self.readme])[1], ["kernels-h100"])
