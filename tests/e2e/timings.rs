@@ -14,7 +14,7 @@ use std::{
 
 use gpumux_rm::Controls;
 use gpumux_tests::{
-    PATIENCE, Process, Puppet, Session,
+    Node, Options, PATIENCE, Process, Puppet, Session,
     cuda::{Runtime, program},
     wait_for,
 };
@@ -218,4 +218,49 @@ fn calls() {
         rows > 10 && finished.out.ends_with("done\n"),
         "{finished:#?}"
     );
+}
+
+/// What `bench/switch.py` computes with.
+#[test]
+fn switch_workload_stamps_requests_and_its_neighbour() {
+    // Their kernels are interpreted.
+    let node = Node::with(Options {
+        profile: "hardware.sms = 2",
+        ..Options::default()
+    });
+    let barrier = node.dir().join("barrier");
+    let start = |class: &str, arguments: &str| {
+        let work = format!(
+            "gpumux workload switch {arguments} --seconds 1 --barrier 2:{}",
+            barrier.display()
+        );
+        Process::start(&mut node.tenant(class, &work))
+    };
+    let neighbour = start(
+        "--class batch",
+        "--neighbour --kernel-us 200 --registers 4 --shared 1KiB --preemption thread-block",
+    );
+    let requests = start("--class latency", "--touch 4KiB --request-us 10");
+    let (found, neighbour) = (
+        requests.finish().ok().json(),
+        neighbour.finish().ok().json(),
+    );
+    let times = |rows: &Value| -> Vec<Vec<u64>> {
+        serde_json::from_value(rows.clone()).expect("rows of times")
+    };
+    let requests = times(&found["requests"]);
+    assert!(!requests.is_empty() && !times(&found["compared"]).is_empty());
+    for request in requests {
+        let [submitted, first, last, seen] = request[..] else {
+            panic!("{request:?}");
+        };
+        assert!(
+            submitted < seen && first <= last && first > 0,
+            "{request:?}"
+        );
+    }
+    let ran = times(&neighbour["ran"]);
+    assert!(ran.len() > 1, "{ran:?}");
+    assert!(ran.iter().all(|it| it[0] <= it[1]), "{ran:?}");
+    assert!(ran.windows(2).all(|it| it[0][1] <= it[1][0]), "{ran:?}");
 }

@@ -58,6 +58,8 @@ pub enum Command {
     Calls(Calls),
     /// Several tasks in one process, in one context or in two, that take orders on standard input and answer each
     Tasks(Tasks),
+    /// What a switch between two programs consists of: requests, or a neighbour that fills the device, with the device's stamps of both
+    Switch(Switch),
 }
 
 /// What all workloads have in common.
@@ -332,6 +334,65 @@ pub struct Calls {
     /// Threads that call at the same time
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub threads: u32,
+}
+
+/// `switch`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Switch {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+    /// Be the neighbour: kernels back to back
+    #[arg(long)]
+    pub neighbour: bool,
+    /// How long a kernel of the neighbour runs, in µs
+    #[arg(long, value_name = "US", default_value = "1000", value_parser = microseconds)]
+    pub kernel_us: Duration,
+    /// Registers that each of its threads has in use besides a dozen
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=200))]
+    pub registers: u32,
+    /// Its blocks on each multiprocessor, of 256 threads each
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub blocks: u32,
+    /// Shared memory of each of its blocks, 48KiB at most
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    pub shared: Option<usize>,
+    /// When its kernels may be interrupted [default: as the driver set it]. Under `gpumux run` only
+    #[arg(long, value_enum)]
+    pub preemption: Option<Preemption>,
+    /// How long a request takes alone, in µs
+    #[arg(long, value_name = "US", default_value = "300", value_parser = microseconds)]
+    pub request_us: Duration,
+    /// Memory that a request reads, again and again
+    #[arg(long, value_name = "BYTES", default_value = "8MiB", value_parser = bytes)]
+    pub touch: usize,
+    /// Mean time from the end of a request to the next, in µs
+    #[arg(long, value_name = "US", default_value = "3000", value_parser = microseconds)]
+    pub period_us: Duration,
+    /// How to wait for the device
+    #[arg(long, value_enum, default_value_t)]
+    pub wait: Wait,
+}
+
+/// When a running kernel may be interrupted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Preemption {
+    /// Between any two instructions
+    Instruction,
+    /// After the running thread blocks
+    ThreadBlock,
+    /// After the kernel
+    WaitForIdle,
+}
+
+impl From<Preemption> for gpumux_rm::PreemptionMode {
+    fn from(mode: Preemption) -> Self {
+        match mode {
+            Preemption::Instruction => Self::Instruction,
+            Preemption::ThreadBlock => Self::ThreadBlock,
+            Preemption::WaitForIdle => Self::WaitForIdle,
+        }
+    }
 }
 
 /// `tasks`.

@@ -22,6 +22,7 @@ mod loops;
 mod memory;
 mod probes;
 mod sweep;
+mod switch;
 mod tamper;
 mod tasks;
 
@@ -43,6 +44,10 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
         }
         Command::Calls(args) => {
             calls::calls(args)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        Command::Switch(args) => {
+            switch::switch(args)?;
             return Ok(ExitCode::SUCCESS);
         }
         _ => {}
@@ -83,6 +88,8 @@ pub fn run(command: &Command) -> anyhow::Result<Report> {
         Command::Idle(args) => probes::idle(args, &stop),
         Command::Fault(args) => probes::fault(args, &stop),
         Command::Hints(args) => hints::probe(args, &stop),
-        Command::Tasks(_) | Command::Calls(_) => anyhow::bail!("it reports by its answers"),
+        Command::Tasks(_) | Command::Calls(_) | Command::Switch(_) => {
+            anyhow::bail!("it reports by its answers")
+        }
     }
 }

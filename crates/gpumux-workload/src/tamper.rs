@@ -15,16 +15,17 @@ use std::{
     path::PathBuf,
     process::Command,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, bail};
 use gpumux_rm::{
-    Controls, Group, RmControls, emulated::EmulatedFile, layout::engine, real::DeviceFile,
+    Controls, Group, PreemptionMode, RmControls, emulated::EmulatedFile, layout::engine,
+    real::DeviceFile,
 };
 use gpumux_wire::{
     Shim,
@@ -48,7 +49,7 @@ const TIMESLICE: u64 = 1_000_000;
 /// Longer than a packet may be.
 const PACKET: usize = MAX_PACKET + 1;
 
-type Known = Arc<Mutex<Vec<Box<dyn Controls>>>>;
+pub(crate) type Known = Arc<Mutex<Vec<Box<dyn Controls>>>>;
 
 /// Begins to undo what is set for this program, so often. Returns the count of controls that it used. Must come before the
 /// program's first CUDA context; starts the program anew.
@@ -59,6 +60,36 @@ pub(crate) fn begin(what: &[Tamper], every: Duration) -> anyhow::Result<Option<A
     if what.is_empty() {
         return Ok(None);
     }
+    let controls = capture()?;
+    let count = Arc::new(AtomicU64::new(0));
+    let (done, what) = (Arc::clone(&count), what.to_vec());
+    thread::spawn(move || {
+        loop {
+            for group in lock(&controls).iter() {
+                for what in &what {
+                    let result = match what {
+                        Tamper::Timeslice => group.set_timeslice(TIMESLICE),
+                        Tamper::Thaw => group.thaw(),
+                    };
+                    done.fetch_add(u64::from(result.is_ok()), Ordering::Relaxed);
+                }
+            }
+            thread::sleep(every);
+        }
+    });
+    Ok(Some(count))
+}
+
+fn lock(known: &Known) -> MutexGuard<'_, Vec<Box<dyn Controls>>> {
+    known.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The controls of this program's compute groups, as they become known. Must come before its first CUDA context; starts the program
+/// anew.
+///
+/// # Errors
+/// When the program does not run under gpumux.
+pub(crate) fn capture() -> anyhow::Result<Known> {
     let own = env::temp_dir().join(format!("gpumux-tamper-{}.sock", std::process::id()));
     let Some(daemon) = env::var_os(DAEMON) else {
         return Err(again(own));
@@ -77,34 +108,32 @@ pub(crate) fn begin(what: &[Tamper], every: Duration) -> anyhow::Result<Option<A
             }
         }
     });
-    let count = Arc::new(AtomicU64::new(0));
-    let (done, what) = (Arc::clone(&count), what.to_vec());
-    thread::spawn(move || {
-        loop {
-            for group in controls
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .iter()
-            {
-                for what in &what {
-                    let result = match what {
-                        Tamper::Timeslice => group.set_timeslice(TIMESLICE),
-                        Tamper::Thaw => group.thaw(),
-                    };
-                    done.fetch_add(u64::from(result.is_ok()), Ordering::Relaxed);
-                }
-            }
-            thread::sleep(every);
+    Ok(controls)
+}
+
+/// Sets when kernels of this program may be interrupted, once it has a context.
+///
+/// # Errors
+/// The driver's, or that no group became known.
+pub(crate) fn set_preemption(known: &Known, mode: PreemptionMode) -> anyhow::Result<()> {
+    let end = Instant::now() + Duration::from_secs(5);
+    while lock(known).is_empty() {
+        if Instant::now() > end {
+            bail!("the library has not reported this program's channel group within 5 s");
         }
-    });
-    Ok(Some(count))
+        thread::sleep(Duration::from_millis(5));
+    }
+    for group in lock(known).iter() {
+        group.set_preemption_mode(mode)?;
+    }
+    Ok(())
 }
 
 /// Starts this program again, with a session socket of its own. Returns why it could not.
 fn again(own: PathBuf) -> anyhow::Error {
     let start = || {
         let Some(daemon) = env::var_os(SOCKET) else {
-            bail!("--tamper is for programs under `gpumux run`: {SOCKET} is not set");
+            bail!("the controls of a program are known under `gpumux run`: {SOCKET} is not set");
         };
         let _ = std::fs::remove_file(&own);
         let args: Vec<OsString> = env::args_os().skip(1).collect();
@@ -184,8 +213,7 @@ fn learn(message: &Shim, file: &OwnedFd, known: &Known) {
         })
     };
     if let Ok(controls) = controls() {
-        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.push(controls);
+        lock(known).push(controls);
     }
 }
 
