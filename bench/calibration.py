@@ -1,7 +1,7 @@
 """What the simulator predicts beside what the benchmarks measured: the table in docs/simulator.md.
 
 Runs `gpumux sim` on scenarios that have the shape of a benchmark's case, and reads the committed results. Needs no GPU.
-Latencies of real programs are compared relative to the same program alone: how fast a model is, a simulator cannot know.
+Latencies of real programs are compared relative to the same program alone: a simulator does not predict how fast a model is.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ for 2 s (SIGSTOP), killed and started again, a rank killed. Then both must go on
 `hangs` (a job did not go on within the bound), `refused` (the command failed), `wrong` words, `compared` words, `worst_s` until both went on.
 
 `logical`: more ranks than GPUs, by NCCL's own support (`--nccl`: a libnccl.so.2 of 2.30.3 or newer). Cases: `2-on-2`, `2-on-1`, `4-on-2`. Modes `time-slicing`, `group`,
-`stock` (PyTorch's own NCCL; `refused`: 1 if it says that two ranks may not have one GPU). Values: steps per second, `of_ideal` (against 2-on-2 with the work of each GPU),
+`stock` (PyTorch's own NCCL; `refused`: 1 if it refuses two ranks on one GPU). Values: steps per second, `of_ideal` (against 2-on-2 with the work of each GPU),
 `loss_off` (largest relative difference of a loss from 2-on-2).
 
 `bandwidth`: on the first GPU, tokens that read 1.5 GiB each (like decoding), with pauses, beside a triad that needs all bandwidth. Cases: `decode+triad`, and `knee`, the triad alone by SMs.

@@ -6,14 +6,14 @@ Programs are `gpumux workload`, so it runs without PyTorch and on the emulated d
 |---|---|
 | `3` | a light latency tenant (0.1; requests of ten kernels of 10 µs, 200 times a second), a busy one that always has work (0.4), batch (0.3) |
 | `8`, `24` | a light latency tenant, a busy one, and others of classes standard and batch, with 0.1 and 0.03 each |
-| `16` | a light latency tenant and 15 batch tenants: what the daemon costs |
+| `16` | a light latency tenant (0.1) and 15 batch tenants (0.04 each): what the daemon costs |
 | `pausing` | a standard tenant (0.6) whose host works for 1 ms between kernels of 5 ms, and batch (0.2) |
 | `two-gpus` | with `--devices 2`: on each device a standard tenant (0.6 and 0.3) and batch (0.2 and 0.5) |
 
 Modes: `alone` (the light tenant's latency), `time-slicing`, `gpumux` (no guarantees) and `guaranteed`.
 
 Values by the number of a tenant, for those that always have work: `share_N` (of the work that all tenants of its device had done, each call counted by its time
-alone), in mode `guaranteed` also `guarantee_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: promised × work done by all − own work,
+alone), in mode `guaranteed` also `guarantee_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: guarantee × work done by all − own work,
 and `bound_N_ms`, what the lag may be (docs/concepts.md); more fails the cell.
 For the light tenant `latency_p50_us` and `latency_p99_us`; for all modes `total_rel` (work done for each second and device), with gpumux `daemon_cpu`
 and `scheduler_cpu` (the part of one CPU that the daemon takes, and its scheduling thread), and `scheduler_user`, what of that is not in the kernel and its drivers. Each is the mean of the rounds; from five rounds on, with

@@ -11,7 +11,7 @@ the time. Values `total_s` and `moves`; the losses must be the same to the bit.
 `oversubscribe`: cases `2x60%` and `4x60%`: so many training jobs of 60% of the card each. Modes `serial` (one after
 another) and `gpumux` (all at once). Values `total_s`; the losses of all runs must be the same to the bit.
 
-`models`: cases `8x12GiB` (more than the card) and `4x16GiB`: so many models on one card, asked by turns with idle times. Modes `gpumux` (they sleep
+`models`: cases `8x12GiB` (more than the card) and `4x16GiB`: so many models on one card, asked one after another with idle times. Modes `gpumux` (they sleep
 when idle) and `cold` (a process is started for the request). Values: time to the answer, `latency_p50_ms` and `latency_p99_ms`.
 
 `all`: every part, one after the other; with `--quick` the cases that prove most, in 150 s.

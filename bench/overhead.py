@@ -1,6 +1,6 @@
 """What gpumux costs a program that has the GPU to itself.
 
-Each case is measured without (`alone`) and with `gpumux run` (`gpumux`), in turns, so that drift hits both.
+Each case is measured without (`alone`) and with `gpumux run` (`gpumux`), alternately, so that drift hits both.
 Cases: `eager-loop` (ResNet-50 eager, batch 1: bound by launches), `train-loop` (ResNet-152 training), `launch` (empty kernels through the driver API),
 `start-up-true` (`gpumux run -- true`), `start-up-child` (children of a tenant), `start-up-cuda` (a process that
 opens the device), `64-at-once` (so many such processes starting together), `calls`, `calls-4`, `calls-16` (single calls of the driver, by so many threads

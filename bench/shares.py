@@ -1,13 +1,13 @@
-"""Promised and received: the shares of programs that always have work, and what sharing costs them.
+"""Guaranteed and received: the shares of programs that always have work, and what sharing costs them.
 
 Every program repeats the same kernel, so that shares are counts. Cases: `70/30` and `50/25/25` (standard tenants with
 these guarantees), `2batch`, `3batch`, `4batch`, `latency+4batch` (a periodic latency tenant beside them), `hinted+4batch` (one that prepares each request for
-200 µs, and with gpumux says so when it begins), `latency+15batch`,
+200 µs, and with gpumux hints when it begins), `latency+15batch`,
 `saturating` (a latency tenant that never stops, guaranteed 0.5, beside two batch tenants with 0.3 and 0.2),
 `one-leaves` (of two batch tenants one ends half way).
 
 Values: `total_rel` (work done by all, relative to one program alone), `share_N` (of the work done),
-`worst_window_error` (largest difference of a share from its promise, or from equal shares, in any window of one second),
+`worst_window_error` (largest difference of a share from its guarantee, or from equal shares, in any window of one second),
 `rest_rel` (`one-leaves`: rate of the one that stays, relative to alone), `latency_p50_us`, `latency_p99_us`,
 `daemon_cpu` (with gpumux: the part of one CPU that the daemon takes meanwhile).
 """

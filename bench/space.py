@@ -1,16 +1,16 @@
-"""Programs that share GPUs in turns and at the same time, beside a latency task that is outside.
+"""Programs that share GPUs one at a time and at the same time, beside a latency client that is outside.
 
 Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `vit` ViT-L training (batch 64, bf16: mostly
 matrix products, which need all SMs), `inference` a server of ResNet-50 requests
 back to back (one image, launched kernel by kernel: it cannot fill the GPU), `decode` a language model of GPT-2's size that makes token after token
 (launched kernel by kernel: a few SMs are enough for it), `parallel` a job on all GPUs, matrix products whose results are summed over them after each
-layer, `left` and `right` training as `train` on the first and the second GPU, `latency` a user of a ResNet-50 CUDA graph who
-pauses between requests. The jobs are of class batch, the user is of class latency.
+layer, `left` and `right` training as `train` on the first and the second GPU, `latency` a client of a ResNet-50 CUDA graph that
+pauses between requests. The jobs are of class batch, the client is of class latency.
 Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
-`space` (gpumux: the jobs in one group, the user outside), `equal` (the same, with the SMs divided evenly), `utility` (the same, with SM shares by curves that `gpumux profile`
+`space` (gpumux: the jobs in one MPS group, the client outside), `equal` (the same, with the SMs divided evenly), `utility` (the same, with SM shares by scaling profiles that `gpumux profile`
 measures first, and that the daemon finds by the jobs' fingerprints).
-`throughput_rel` is the sum of each job's rate over its rate alone, the total utility, the user's requests per second among them; alone it is 1 by
-definition. `batch_rel` is that sum without the user: what is left for the jobs of the device time that the user has to itself.
+`throughput_rel` is the sum of each job's rate over its rate alone, the total utility, the client's requests per second among them; alone it is 1 by
+definition. `batch_rel` is that sum without the client.
 """
 
 from __future__ import annotations
