@@ -143,6 +143,9 @@ pub enum Work {
         /// Standard deviation of a request's duration over its mean.
         #[serde(default)]
         cv: f64,
+        /// Host time before a request's first launch, in which the program does nothing else.
+        #[serde(default)]
+        prepare_us: f64,
         /// The program says so long before a request that it comes, and two hold kernels take the device.
         hint_us: Option<f64>,
     },
@@ -579,6 +582,7 @@ impl Tenant {
                 sms,
                 launch_us,
                 cv,
+                prepare_us,
                 hint_us,
             } => {
                 within("kernels", *kernels as f64, 1.0..=1e6)?;
@@ -586,6 +590,7 @@ impl Tenant {
                 within("sms", sms.map_or(1.0, f64::from), 1.0..=1e4)?;
                 within("launch_us", *launch_us, pauses_us())?;
                 within("cv", *cv, spreads())?;
+                within("prepare_us", *prepare_us, pauses_us())?;
                 within("hint_us", hint_us.unwrap_or(0.0), pauses_us())
             }
             Work::Llm {

@@ -89,7 +89,7 @@ proptest! {
             if tenant.class == Class::Latency {
                 tenant.arrival = Arrival::Poisson { rate: 40.0 };
                 tenant.work = Work::Kernels {
-                    kernels: 1, kernel_us: 2000.0, sms: None, launch_us: 0.0, cv: 0.5, hint_us: None,
+                    kernels: 1, kernel_us: 2000.0, sms: None, launch_us: 0.0, cv: 0.5, prepare_us: 0.0, hint_us: None,
                 };
             }
         }

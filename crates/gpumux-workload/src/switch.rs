@@ -197,11 +197,6 @@ impl Gpu {
     }
 }
 
-/// What both print.
-fn print(what: &serde_json::Value) {
-    println!("{what}");
-}
-
 fn now() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
@@ -263,7 +258,7 @@ fn neighbour(args: &Switch, stop: &AtomicBool) -> anyhow::Result<()> {
     let kept = count.min(STRETCHES) as usize;
     let ran = numbers(&log, 2, 2 * kept)?;
     let ran: Vec<_> = ran.as_chunks::<2>().0.to_vec();
-    print(&serde_json::json!({ "ran": ran, "count": count }));
+    println!("{}", serde_json::json!({ "ran": ran, "count": count }));
     Ok(())
 }
 
@@ -330,7 +325,8 @@ fn requests(args: &Switch, stop: &AtomicBool) -> anyhow::Result<()> {
         .map(|((submitted, seen), [first, last])| [*submitted, *first, *last, *seen])
         .collect();
     let (compared, requests) = all.split_at(COMPARED);
-    print(&serde_json::json!({ "compared": compared, "requests": requests, "passes": passes }));
+    let found = serde_json::json!({ "compared": compared, "requests": requests, "passes": passes });
+    println!("{found}");
     Ok(())
 }
 

@@ -693,6 +693,7 @@ impl Broker {
             let idle = tenant.terms.sleep_after.is_some_and(|after| {
                 tenant.place == Place::Home
                     && !tenant.activity.in_group
+                    && !tenant.activity.busy
                     && movable > 0
                     && tenant.idle_for(now) >= after
                     && now.saturating_sub(tenant.home_since) >= after

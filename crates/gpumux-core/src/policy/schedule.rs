@@ -69,8 +69,8 @@ impl Tuning {
         (costs.freeze + costs.thaw + costs.switch).0 as f64
     }
 
-    /// The largest quantum.
-    fn quantum(&self, costs: &Costs) -> f64 {
+    /// The largest quantum, in µs: a pause keeps no more of what a domain is owed.
+    pub fn quantum(&self, costs: &Costs) -> f64 {
         (Self::handover(costs) / self.turn_cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
     }
 

@@ -349,3 +349,28 @@ pub(crate) fn two_that_wait_for_a_third_do_not_exchange_their_memory_without_end
     let moves = world.moves.len() - before;
     assert!(moves <= 120, "{moves} moves in 30 s");
 }
+
+/// With no time, as soon as it has no work, and not before.
+#[test]
+fn tenant_that_sleeps_at_once_is_moved_without_work_only() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Standard, 0);
+    assert_eq!(world.allocate(1, 4 * GIB), 4 * GIB);
+    world.set_busy(1, true);
+    let terms = Terms {
+        class: Class::Standard,
+        share: Share {
+            guaranteed: 0,
+            limit: u64::MAX,
+        },
+        policy: MemoryPolicy::SwapOthers,
+        sleep_after: Some(Micros::ZERO),
+    };
+    let orders = world.orders;
+    world.event(Event::Tenant(TenantId(1), terms));
+    world.run_for(Micros::from_secs(10));
+    assert_eq!((world.swapped(1), world.orders), (0, orders), "at work");
+    world.set_busy(1, false);
+    world.run_for(Micros::from_secs(10));
+    assert_eq!(world.swapped(1), 4 * GIB);
+}

@@ -1,6 +1,10 @@
 //! Random worlds of up to 40 tenants: what must hold holds, and once all behave, each has what it is entitled to.
 
-use gpumux_core::{Calm, Class, Micros, TenantSpec, Timeslice, controller::Event, policy};
+use std::collections::BTreeMap;
+
+use gpumux_core::{
+    Calm, Class, DomainId, Micros, TenantSpec, Timeslice, controller::Event, policy, space,
+};
 use proptest::prelude::*;
 
 use super::world::{GIB, Manner, World, spec, with_memory};
@@ -65,13 +69,39 @@ fn step() -> impl Strategy<Value = Step> {
 type Kind = (Class, f64, f64, Vec<usize>);
 
 fn kinds(most: usize) -> impl Strategy<Value = Vec<Kind>> {
+    prop::collection::vec(kind(), 1..=most)
+}
+
+fn kind() -> impl Strategy<Value = Kind> {
     let devices = prop_oneof![
         3 => Just(vec![0]),
         3 => Just(vec![1]),
         1 => Just(vec![0, 1]),
     ];
     let class = prop::sample::select(Class::ALL.to_vec());
-    prop::collection::vec((class, 0.0..1.0f64, 0.5..4.0f64, devices), 1..=most)
+    (class, 0.0..1.0f64, 0.5..4.0f64, devices)
+}
+
+/// What else a tenant may have.
+#[derive(Clone, Debug)]
+struct Terms {
+    /// Unless its guarantee is more.
+    limit: f64,
+    /// The MPS group that it is in, unless it is a latency tenant.
+    group: Option<u64>,
+    /// How long it has work, and then none, in ms.
+    pauses: Option<(u64, u64)>,
+}
+
+fn terms() -> impl Strategy<Value = Terms> {
+    let limit = prop_oneof![3 => Just(1.0), 1 => 0.02..1.0f64];
+    let group = prop_oneof![3 => Just(None), 1 => (0..3u64).prop_map(Some)];
+    let pauses = prop_oneof![3 => Just(None), 1 => (5..40u64, 1..5u64).prop_map(Some)];
+    (limit, group, pauses).prop_map(|(limit, group, pauses)| Terms {
+        limit,
+        group,
+        pauses,
+    })
 }
 
 fn specs(kinds: &[Kind], guaranteed: f64) -> Vec<(TenantSpec, Vec<usize>)> {
@@ -125,30 +155,57 @@ proptest! {
         }
     }
 
-    /// Any number of tenants on one device: none waits longer than its policy's bound, and each receives its guarantee.
+    /// Any number of tenants on one device, some of them members of MPS groups, with limits, or with pauses: none waits longer than its policy's
+    /// bound, and each receives its guarantee, and no more than its limit where another wants more.
     #[test]
     fn tenants_receive_guarantees_within_the_bound(
-        kinds in kinds(40),
+        kinds in prop::collection::vec((kind(), terms()), 1..=40),
         guaranteed in 0.0..0.8f64,
     ) {
         let mut world = World::new("priority", 1);
-        let specs = specs(&kinds, guaranteed);
-        for (id, (spec, _)) in (1..).zip(&specs) {
-            world.tenant(id, spec.clone(), &[0]);
+        let (kinds, terms): (Vec<Kind>, Vec<Terms>) = kinds.into_iter().unzip();
+        let specs = (specs(&kinds, guaranteed).into_iter().zip(&terms)).map(|((spec, _), terms)| TenantSpec {
+            limit: terms.limit.max(spec.guaranteed),
+            ..spec
+        });
+        let mut groups: BTreeMap<DomainId, Vec<(u64, TenantSpec)>> = BTreeMap::new();
+        for ((id, spec), terms) in (1..).zip(specs).zip(&terms) {
+            let shared = terms.group.filter(|_| spec.class != Class::Latency).map(|it| DomainId(1_000 + it));
+            world.member(id, spec.clone(), &[0], shared);
             world.set_busy(id, true);
+            groups.entry(shared.unwrap_or(world.group(id))).or_default().push((id, spec));
         }
         let bound = world.wait_bound();
         // At first all begin at once, and none is owed anything.
         world.run_for(bound);
         world.longest_wait = Micros::ZERO;
+        let pauses = (1..).zip(&terms).filter_map(|(id, it)| Some((id, it.pauses?)));
+        let pauses: BTreeMap<u64, (u64, u64)> = pauses.collect();
         let time = Micros((2 * bound.0).clamp(2_000_000, 10_000_000));
-        let shares = world.shares(time);
+        let shares = world.shares_of(time, &pauses);
         prop_assert!(world.longest_wait <= bound, "{} of {bound}", world.longest_wait);
-        for (id, (spec, _)) in (1..).zip(&specs) {
+        let slack = bound.0 as f64 / time.0 as f64;
+        for (name, members) in &groups {
+            let spec = space::combine(members.iter().map(|(_, spec)| spec));
+            // A group has work if any member has.
+            let works = members.iter().map(|(id, _)| pauses.get(id).map_or(1.0, |(works, pause)| {
+                *works as f64 / (works + pause) as f64
+            }));
+            let works = works.fold(0.0, f64::max);
             // Of what switches leave; a bound's worth of service may be missing at the end.
-            let least = spec.guaranteed * 0.85 - bound.0 as f64 / time.0 as f64 * spec.guaranteed;
-            prop_assert!(shares[&id] >= least, "{id}: {} of {}", shares[&id], spec.guaranteed);
+            let least = spec.guaranteed * (0.85 * works - slack);
+            prop_assert!(shares[name] >= least, "{name:?}: {} of {}", shares[name], spec.guaranteed);
+            let wants_more = groups.values().flatten().any(|(id, it)| {
+                !members.iter().any(|(own, _)| own == id) && it.limit >= 1.0 && !pauses.contains_key(id)
+            });
+            let most = spec.limit * (1.0 + slack) + 0.03;
+            prop_assert!(!wants_more || shares[name] <= most, "{name:?}: {} of at most {}", shares[name], spec.limit);
         }
+        let of = |is: &dyn Fn(&Terms) -> bool| terms.iter().filter(|it| is(it)).count();
+        println!(
+            "{} tenants in {} channel groups, {} with limits, {} that pause",
+            terms.len(), groups.len(), of(&|it| it.limit < 1.0), pauses.len(),
+        );
     }
 }
 
@@ -205,6 +262,38 @@ pub(crate) fn controls_wait_for_latency_work_but_not_for_long() {
     world.ask(1, 0, 60 * GIB);
     world.run_for(Micros::from_secs(100));
     assert!(world.seen.moves > 0, "{:?}", world.seen);
+}
+
+/// Work that comes at regular times is waited for before it is there.
+#[test]
+fn controls_wait_for_latency_work_that_is_expected() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    for id in [2, 3] {
+        world.tenant(id, spec(Class::Batch, 0.0), &[0]);
+        world.set_busy(id, true);
+    }
+    let (latency, batch) = (world.group(1), world.group(2));
+    for request in 1..60 {
+        let now = world.now;
+        world.controller.handle(now, Event::Arrival(latency, now));
+        world.set_busy(1, true);
+        world.run_for(Micros(1_000));
+        world.set_busy(1, false);
+        world.run_for(Micros(8_750));
+        let before = world.seen.commands;
+        // There is a control to issue, just before work comes.
+        let now = world.now;
+        let event = Event::SwappedOut(batch, request % 2 == 0);
+        world.controller.handle(now, event);
+        world.run_for(Micros(250));
+        let issued = world.seen.commands - before;
+        assert!(
+            request <= 10 || issued == 0,
+            "{issued} before request {request}"
+        );
+    }
+    assert!(world.seen.commands > 30, "{:?}", world.seen);
 }
 
 /// Controls of two devices wait for latency work at moments that differ: a poll for one does not prolong the other's wait.

@@ -17,7 +17,7 @@ use gpumux_core::{
     controller::{BACKOFF, Command, Controller, DEADLINE, Event, Mutation, NewDomain, Outcome},
     fractions,
     ledger::{Holding, Kind, Share},
-    policy,
+    policy, space,
 };
 
 thread_local! {
@@ -57,6 +57,8 @@ pub(crate) enum Manner {
 pub(crate) struct Group {
     pub(crate) device: usize,
     pub(crate) tenant: u64,
+    /// The MPS group whose channel group this handle leads to, if it is one of several.
+    pub(crate) shared: Option<DomainId>,
     pub(crate) frozen: bool,
     pub(crate) timeslice: Timeslice,
     pub(crate) manner: Manner,
@@ -170,6 +172,17 @@ impl World {
 
     /// A tenant whose process has a group on each of these devices.
     pub(crate) fn tenant(&mut self, id: u64, spec: TenantSpec, devices: &[usize]) {
+        self.member(id, spec, devices, None);
+    }
+
+    /// The same as a member of this MPS group.
+    pub(crate) fn member(
+        &mut self,
+        id: u64,
+        spec: TenantSpec,
+        devices: &[usize],
+        shared: Option<DomainId>,
+    ) {
         let terms = Terms {
             class: spec.class,
             share: spec.memory(),
@@ -200,9 +213,16 @@ impl World {
         self.memory(broker::Event::Tenant(tenant, terms));
         self.memory(broker::Event::Joined(ProcessId(id), tenant));
         for (&device, id) in devices.iter().zip(groups) {
+            // The driver library of each process that joins sets the timeslice, of all.
+            for other in self.groups.values_mut() {
+                if shared.is_some() && other.shared == shared {
+                    other.timeslice = Timeslice::DEFAULT;
+                }
+            }
             let group = Group {
                 device,
                 tenant: tenant.0,
+                shared,
                 frozen: false,
                 timeslice: Timeslice::DEFAULT,
                 manner: Manner::Works,
@@ -216,7 +236,7 @@ impl World {
                 device,
                 id,
                 tenant,
-                group: None,
+                group: shared,
                 demand: Demand::Idle,
                 timeslice: Timeslice::DEFAULT,
                 default: Timeslice::DEFAULT,
@@ -376,12 +396,18 @@ impl World {
             let gone = Event::Ended(command.id, Outcome::Failed);
             return self.controller.handle(self.now, gone);
         };
+        let shared = group.shared;
         let outcome = match group.manner {
             Manner::Works => {
                 match command.control {
                     Control::Freeze(_) => group.frozen = true,
                     Control::Thaw(_) => group.frozen = false,
-                    Control::SetTimeslice(_, timeslice) => group.timeslice = timeslice,
+                    Control::SetTimeslice(_, timeslice) => {
+                        group.timeslice = timeslice;
+                        let others = self.groups.values_mut();
+                        let members = others.filter(|it| shared.is_some() && it.shared == shared);
+                        members.for_each(|it| it.timeslice = timeslice);
+                    }
                 }
                 Outcome::Done(Costs::default().of(command.control))
             }
@@ -390,6 +416,7 @@ impl World {
                 Outcome::Failed
             }
         };
+        let group = &self.groups[&command.control.domain()];
         let (device, issued) = (group.device, command.deadline.saturating_sub(DEADLINE));
         let short = !group.frozen && group.timeslice < SHORT;
         let others = self.tenants.values().all(|it| it.idle_since < issued);

@@ -35,6 +35,7 @@ impl Simulation<'_> {
                     launch_us,
                     cv,
                     kernels,
+                    prepare_us,
                     hint_us,
                     ..
                 } => {
@@ -60,6 +61,10 @@ impl Simulation<'_> {
                             if let Some(flight) = self.players[tenant].flights.get_mut(&request) {
                                 flight.arrived = at;
                             }
+                            self.at(at, Happening::Launch(tenant, request, 0));
+                        }
+                        None if prepare_us > 0.0 => {
+                            let at = self.now + nanos(prepare_us * 1e-6);
                             self.at(at, Happening::Launch(tenant, request, 0));
                         }
                         None => self.launch(tenant, request, 0),

@@ -91,6 +91,7 @@ impl Simulation<'_> {
         let used: Vec<Nanos> = (0..self.gpus.len())
             .map(|device| self.progress_of(device))
             .collect();
+        let quantum = 1e3 * self.scenario.tuning.quantum(&self.scenario.costs);
         for tenant in 0..self.players.len() {
             let player = &mut self.players[tenant];
             if player.gone {
@@ -112,10 +113,12 @@ impl Simulation<'_> {
                     };
                     let goes_on = place.outstanding > 0 || since <= GRACE;
                     let counts = goes_on && !place.swapped_out && self.now > self.warmup;
-                    place.lag = if counts {
-                        (place.lag + due - gained).max(0.0)
-                    } else {
-                        0.0
+                    let lag = (place.lag + due - gained).max(0.0);
+                    place.lag = match (counts, whole) {
+                        (false, _) => 0.0,
+                        (true, true) => lag,
+                        // It paused since the last tick.
+                        (true, false) => lag.min(quantum),
                     };
                     place.worst_lag = place.worst_lag.max(place.lag);
                 }

@@ -16,9 +16,12 @@ impl World {
         }
     }
 
-    /// Whether a group runs if the hardware gives it its turn.
+    /// Whether a group runs if the hardware gives it its turn. It runs no group of which one member's channels are disabled.
     pub(super) fn runs(&self, group: &Group) -> bool {
-        !group.frozen && self.tenants.get(&group.tenant).is_some_and(|it| it.busy)
+        let member = |it: &Group| it.shared == group.shared && it.frozen;
+        let others = group.shared.is_some() && self.groups.values().any(member);
+        let frozen = group.frozen || others;
+        !frozen && self.tenants.get(&group.tenant).is_some_and(|it| it.busy)
     }
 
     pub(super) fn is_away(&self, tenant: u64) -> bool {
@@ -45,7 +48,8 @@ impl World {
             let short = it.timeslice < SHORT && !known.is_faulty() && !foreign;
             it.device == device && self.runs(it) && short
         });
-        livelocked.count()
+        let names = livelocked.map(|(id, it)| it.shared.unwrap_or(*id));
+        names.collect::<BTreeSet<_>>().len()
     }
 
     /// What must always hold.
@@ -160,14 +164,17 @@ impl World {
     /// The longest wait that the policy's bounds allow any tenant of these devices.
     pub(crate) fn wait_bound(&self) -> Micros {
         let bounds = (0..self.devices).flat_map(|device| {
-            let here = self.tenants.iter().filter(|(_, it)| {
-                let mut groups = it.groups.iter();
-                groups.any(|it| self.groups[it].device == device)
-            });
-            let tenants = here.map(|(id, it)| TenantState {
-                id: TenantId(*id),
+            let mut all: BTreeMap<DomainId, Vec<&TenantSpec>> = BTreeMap::new();
+            for (id, group) in self.groups.iter().filter(|(_, it)| it.device == device) {
+                let name = group.shared.unwrap_or(*id);
+                all.entry(name)
+                    .or_default()
+                    .push(&self.tenants[&group.tenant].spec);
+            }
+            let tenants = all.into_iter().map(|(id, members)| TenantState {
+                id: TenantId(id.0),
                 user: UserId::default(),
-                spec: it.spec.clone(),
+                spec: space::combine(members),
             });
             let snapshot = Snapshot::of_tenants(tenants.collect());
             self.controller.policy(device).bounds(&snapshot)
@@ -175,41 +182,48 @@ impl World {
         bounds.map(|it| it.wait).max().unwrap_or_default()
     }
 
-    /// Service that each tenant receives from now on for so long, as parts of that time, by the hardware's own rules.
-    pub(crate) fn shares(&mut self, time: Micros) -> BTreeMap<u64, f64> {
+    /// Service that each channel group receives from now on for so long, as parts of that time, by the hardware's own rules. `pauses`: how long
+    /// tenants have work, and then none, in ms.
+    pub(crate) fn shares_of(
+        &mut self,
+        time: Micros,
+        pauses: &BTreeMap<u64, (u64, u64)>,
+    ) -> BTreeMap<DomainId, f64> {
         let (start, end) = (self.now, self.now + time);
-        let mut received: BTreeMap<u64, f64> = BTreeMap::new();
+        let mut received: BTreeMap<DomainId, f64> = BTreeMap::new();
         while self.now < end {
             let before = self.now;
             let step = Micros(500).min(end.saturating_sub(before));
+            for (id, (works, pause)) in pauses {
+                let at = (before.0 / 1_000 + 7 * id) % (works + pause);
+                self.set_busy(*id, at < *works);
+            }
             for device in 0..self.devices {
-                let here: Vec<&Group> = (self.groups.values())
-                    .filter(|it| it.device == device)
-                    .collect();
-                let states: Vec<DomainState> = here
-                    .iter()
-                    .map(|it| DomainState {
-                        id: DomainId(0),
+                let mut states: BTreeMap<DomainId, DomainState> = BTreeMap::new();
+                for (id, it) in self.groups.iter().filter(|(_, it)| it.device == device) {
+                    let name = it.shared.unwrap_or(*id);
+                    let state = states.entry(name).or_insert(DomainState {
+                        id: name,
                         tenant: TenantId(it.tenant),
-                        demand: match self.tenants[&it.tenant].busy {
-                            true => Demand::Busy,
-                            false => Demand::Idle,
-                        },
+                        demand: Demand::Idle,
                         demand_since: Micros::ZERO,
                         expected: None,
                         tolerated: None,
                         received: Micros::ZERO,
                         timeslice: it.timeslice,
-                        run: if it.frozen {
-                            RunState::Frozen
-                        } else {
-                            RunState::Enabled
-                        },
+                        run: RunState::Enabled,
                         pinned: None,
-                    })
-                    .collect();
-                for (group, part) in here.iter().zip(fractions(&states, &Costs::default())) {
-                    *received.entry(group.tenant).or_default() += part * step.0 as f64;
+                    });
+                    if self.tenants[&it.tenant].busy {
+                        state.demand = Demand::Busy;
+                    }
+                    if it.frozen {
+                        state.run = RunState::Frozen;
+                    }
+                }
+                let states: Vec<_> = states.into_values().collect();
+                for (state, part) in states.iter().zip(fractions(&states, &Costs::default())) {
+                    *received.entry(state.id).or_default() += part * step.0 as f64;
                 }
             }
             self.run_for(step);
@@ -219,5 +233,17 @@ impl World {
             .into_iter()
             .map(|(id, got)| (id, got / time))
             .collect()
+    }
+
+    /// The same of tenants that are in no MPS group and always have work or never.
+    pub(crate) fn shares(&mut self, time: Micros) -> BTreeMap<u64, f64> {
+        let all = self.shares_of(time, &BTreeMap::new());
+        let mut received: BTreeMap<u64, f64> = BTreeMap::new();
+        for (id, got) in all {
+            if let Some(group) = self.groups.get(&id) {
+                *received.entry(group.tenant).or_default() += got;
+            }
+        }
+        received
     }
 }

@@ -1,5 +1,7 @@
 //! How a plan becomes controls: their order, when they wait, what becomes of those that fail.
 
+use gpumux_core::controller::{Call, Event};
+
 use super::*;
 
 #[test]
@@ -67,37 +69,24 @@ fn controls_wait_for_a_latency_tenant_to_finish_but_not_for_long() {
     assert!(pulls.len() > 1, "{pulls:?}");
 }
 
+/// From what comes regularly the controller learns when to expect it (`controls_wait_for_latency_work_that_is_expected`).
 #[test]
-fn controls_wait_for_a_latency_tenant_that_is_expected() {
-    // Where the machine stalls while a page is looked at, a time is wrong.
-    let rounds = [(); 3].map(|()| pulled_just_before_work());
-    assert!(rounds.iter().any(|count| *count < 12), "{rounds:?} of 49");
-}
-
-fn pulled_just_before_work() -> usize {
+fn arrival_of_work_is_reported_once() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     bench.add(2, Class::Batch);
-    bench.add(3, Class::Batch);
-    let (mut just_before, mut all) = (0, Vec::new());
-    for request in 1..60 {
-        // The page's clock is the machine's: what is a pause takes real time, and what is seen late was long ago.
-        std::thread::sleep(Duration::from_millis(2));
-        bench.pages[0].slot(1).unwrap().complete(request);
-        bench.pages[0].slot(1).unwrap().submit();
-        bench.engine.view();
-        bench.run(Micros(1000));
-        bench.pages[0].slot(1).unwrap().complete(request + 1);
-        bench.run(Micros(8750));
-        all.extend(bench.take_pulls());
-        bench.park(TenantId(2), request % 2 == 0);
-        bench.run(Micros(250));
-        let pulls = bench.take_pulls();
-        just_before += usize::from(request > 10 && !pulls.is_empty());
-        all.extend(pulls);
-    }
-    assert!(all.len() > 20, "{all:?}");
-    just_before
+    bench.engine.state.controller.record();
+    bench.run(Micros::from_millis(50));
+    let calls = bench.engine.state.controller.take_calls();
+    let came = calls.iter().filter_map(|(_, call)| match call {
+        Call::Handle(Event::Arrival(id, _)) => Some(*id),
+        _ => None,
+    });
+    let came: Vec<_> = came.collect();
+    assert!(
+        came.len() == 2 && came[0] != came[1],
+        "one of each: {came:?}"
+    );
 }
 
 #[test]
