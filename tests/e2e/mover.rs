@@ -10,18 +10,24 @@ use crate::memory::python;
 
 const MIB: u64 = 1 << 20;
 
-/// A program with memory that it fills. It does what it reads, and prints what came of it.
+/// A program with so many MiB of memory, which it fills. It does what it reads, and prints each line when it is done.
 const PROGRAM: &str = r#"
 import os, sys
 MIB = 1 << 20
-context = use_device()
+context, size = use_device(), int(sys.argv[1]) * MIB
 def alloc(size):
     at = ctypes.c_uint64()
     call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
     return at
-at = alloc(48 * MIB)
-call("cuMemsetD32_v2", at, 7, ctypes.c_size_t(12 * MIB))
-call("cuCtxSynchronize")
+def free():
+    left, total = ctypes.c_size_t(), ctypes.c_size_t()
+    call("cuMemGetInfo_v2", ctypes.byref(left), ctypes.byref(total))
+    assert left.value <= total.value
+    return left.value
+if size:
+    at = alloc(size)
+    call("cuMemsetD32_v2", at, 7, ctypes.c_size_t(size // 4))
+    call("cuCtxSynchronize")
 print("ready", flush=True)
 for line in sys.stdin:
     what = line.strip()
@@ -29,12 +35,15 @@ for line in sys.stdin:
         # More than the process was granted: the daemon is asked.
         call("cuMemFree_v2", alloc(300 * MIB))
     elif what == "look":
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        assert 0 < free.value <= total.value
+        assert free() > 0
+    elif what.startswith("keep "):
+        alloc(int(what.removeprefix("keep ")) * MIB)
+    elif what == "fill":
+        while free() >= 2 * MIB:
+            alloc(2 * MIB)
     elif what == "read":
         value = ctypes.c_uint32()
-        call("cuMemcpyDtoH_v2", ctypes.byref(value), ctypes.c_uint64(at.value + 47 * MIB), ctypes.c_size_t(4))
+        call("cuMemcpyDtoH_v2", ctypes.byref(value), ctypes.c_uint64(at.value + size - MIB), ctypes.c_size_t(4))
         assert value.value == 7, value.value
     elif what == "fork":
         child = os.fork()
@@ -49,6 +58,11 @@ for line in sys.stdin:
 /// The library makes host memory for a move, or copies to it.
 const MAKES: &str = "cuMemHostRegister_v2";
 const COPIES: &str = "cuMemcpyDtoHAsync_v2";
+
+/// The command of the program. `None` where there is no Python.
+fn program(node: &Node, mib: u32) -> Option<String> {
+    Some(format!("{} {mib}", python(node, PROGRAM)?))
+}
 
 /// A tenant whose next move to the host takes until it is let go on.
 struct Mover {
@@ -66,7 +80,7 @@ impl Mover {
             eprintln!("SKIPPED: calls of a real driver cannot be held up");
             return None;
         }
-        let command = python(node, PROGRAM)?;
+        let command = program(node, 48)?;
         let file = node.dir().join("delay");
         let mut tenant = node.tenant("--name mover --class batch", &command);
         tenant
@@ -225,18 +239,11 @@ fn daemon_stop_while_host_memory_is_made_calls_the_move_off() {
 /// A program that needs the memory of others waits for the daemon that was killed: only that can move it.
 #[test]
 fn allocation_waits_for_a_daemon_that_was_killed() {
-    const PROGRAM: &str = r#"
-import sys
-use_device()
-print("ready", flush=True)
-sys.stdin.readline()
-call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(150 << 20))
-"#;
     if real() {
         return eprintln!("SKIPPED: calls of a real driver cannot be held up");
     }
     let mut node = Node::with_memory(256 * MIB);
-    let Some(command) = python(&node, PROGRAM) else {
+    let Some(command) = program(&node, 0) else {
         return;
     };
     let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
@@ -252,7 +259,8 @@ call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(150 << 20
     // Its session begins beside it. A process that never had one waits for no daemon.
     node.wait_tenant("late", |it| !it["domains"][0].is_null());
     node.kill_daemon();
-    late.write("go\n");
+    late.write("keep 150\n");
+    late.close_input();
     wait_for("the allocation", PATIENCE, || {
         assert!(
             late.poll().is_none(),
@@ -270,31 +278,12 @@ call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(150 << 20
 /// What a killed daemon granted and was not used is no promise of the next one: another program has taken the device meanwhile.
 #[test]
 fn grant_of_a_daemon_that_was_killed_is_asked_for_again() {
-    const PROGRAM: &str = r#"
-import sys
-MIB = 1 << 20
-use_device()
-def alloc(size):
-    call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(size))
-alloc(50 * MIB)
-for line in sys.stdin:
-    print(line.strip(), flush=True)
-    if line.strip() == "one":
-        alloc(2 * MIB)
-        break
-    if line.strip() == "all":
-        free, total = ctypes.c_size_t(2 * MIB), ctypes.c_size_t()
-        while free.value >= 2 * MIB:
-            alloc(2 * MIB)
-            call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        print("full", flush=True)
-"#;
     if real() {
         return eprintln!("SKIPPED: a real device is not filled in pieces in time");
     }
     // A grant is up to 2 MiB more than is needed here.
     let mut node = Node::with_memory(256 * MIB);
-    let Some(command) = python(&node, PROGRAM) else {
+    let Some(command) = program(&node, 50) else {
         return;
     };
     let start = |name: &str| Process::start(&mut node.tenant(&format!("--name {name}"), &command));
@@ -303,10 +292,12 @@ for line in sys.stdin:
         node.wait_tenant(name, |it| bytes(it, "in_use") >= 50 * MIB);
     }
     node.kill_daemon();
-    large.write("all\n");
+    large.write("fill\n");
     large.wait_lines(2);
-    small.write("one\n");
-    small.wait_lines(1);
+    // It is about to allocate.
+    small.write("now\nkeep 2\n");
+    small.close_input();
+    small.wait_lines(2);
     node.start_daemon();
     small.finish_within(PATIENCE * 2).ok();
     drop(large);
@@ -315,26 +306,11 @@ for line in sys.stdin:
 /// Memory that finds no room when its daemon is gone: the next daemon makes room for it.
 #[test]
 fn sleeper_without_room_has_a_session_with_the_next_daemon() {
-    const PROGRAM: &str = r#"
-import sys
-MIB = 1 << 20
-use_device()
-at = ctypes.c_uint64()
-call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(120 * MIB))
-call("cuMemsetD32_v2", at, 7, ctypes.c_size_t(30 * MIB))
-call("cuCtxSynchronize")
-print("ready", flush=True)
-for line in sys.stdin:
-    value = ctypes.c_uint32()
-    call("cuMemcpyDtoH_v2", ctypes.byref(value), ctypes.c_uint64(at.value + 119 * MIB), ctypes.c_size_t(4))
-    assert value.value == 7, value.value
-    print("right", flush=True)
-"#;
     if real() {
         return eprintln!("SKIPPED: two programs do not fill a real device in time");
     }
     let mut node = Node::with_memory(256 * MIB);
-    let Some(command) = python(&node, PROGRAM) else {
+    let Some(command) = program(&node, 120) else {
         return;
     };
     let mut sleeper = Process::start(&mut node.tenant("--name sleeper", &command));
@@ -352,7 +328,7 @@ for line in sys.stdin:
     node.start_daemon();
     sleeper.write("read\n");
     sleeper.wait_lines(2);
-    assert_eq!(sleeper.out().lines().last(), Some("right"));
+    assert_eq!(sleeper.out().lines().last(), Some("read"));
 }
 
 #[test]

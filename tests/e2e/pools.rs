@@ -1,6 +1,7 @@
 //! Pools of stream-ordered memory, accounted as the device has them.
 
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, devices, wait_for};
+use serde_json::Value;
 
 use crate::memory::python;
 
@@ -147,6 +148,83 @@ sys.stdin.read()
         let pinned = memory.iter().filter(|it| it["pinned"].as_u64() > Some(0));
         let found: Vec<&str> = pinned.filter_map(|it| it["device"].as_str()).collect();
         assert_eq!(found, [second.trim_end()], "{kind}: {tenant:#}");
+        program.close_input();
+        program.finish().ok();
+    }
+}
+
+/// A graph that allocates when it runs, by capture or by nodes: it fills its memory and copies a part to memory of the program.
+const GRAPH: &str = r#"
+import sys
+MIB = 1 << 20
+use_device()
+at, plain = ctypes.c_uint64(), ctypes.c_uint64()
+stream, graph, run = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+call("cuMemAlloc_v2", ctypes.byref(plain), ctypes.c_size_t(20 * MIB))
+call("cuStreamCreate", ctypes.byref(stream), 1)
+if sys.argv[1] == "captured":
+    call("cuStreamBeginCapture_v2", stream, 2)
+    call("cuMemAllocAsync", ctypes.byref(at), ctypes.c_size_t(64 * MIB), stream)
+    call("cuMemsetD32Async", at, 7, ctypes.c_size_t(16 * MIB), stream)
+    call("cuMemcpyDtoDAsync_v2", plain, ctypes.c_uint64(at.value + 63 * MIB), ctypes.c_size_t(MIB), stream)
+    call("cuMemFreeAsync", at, stream)
+    call("cuStreamEndCapture", stream, ctypes.byref(graph))
+else:
+    # Pinned memory of device 0.
+    words = (ctypes.c_uint64 * 15)()
+    ctypes.cast(words, ctypes.POINTER(ctypes.c_int))[0] = 1
+    ctypes.cast(words, ctypes.POINTER(ctypes.c_int))[2] = 1
+    words[13] = 64 * MIB
+    node, free = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuGraphCreate", ctypes.byref(graph), 0)
+    call("cuGraphAddMemAllocNode", ctypes.byref(node), graph, None, ctypes.c_size_t(0), words)
+    class Set(ctypes.Structure):
+        _fields_ = [("to", ctypes.c_uint64), ("pitch", ctypes.c_size_t), ("value", ctypes.c_uint), ("size", ctypes.c_uint),
+                    ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
+    filled, context = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuCtxGetCurrent", ctypes.byref(context))
+    fill = Set(words[14], 0, 7, 4, 16 * MIB, 1)
+    call("cuGraphAddMemsetNode", ctypes.byref(filled), graph, ctypes.byref(node), ctypes.c_size_t(1), ctypes.byref(fill), context)
+    call("cuGraphAddMemFreeNode", ctypes.byref(free), graph, ctypes.byref(filled), ctypes.c_size_t(1), ctypes.c_uint64(words[14]))
+call("cuGraphInstantiateWithFlags", ctypes.byref(run), graph, ctypes.c_uint64(0))
+print("ready", flush=True)
+for line in sys.stdin:
+    call("cuMemsetD32_v2", plain, 0, ctypes.c_size_t(5 * MIB))
+    call("cuGraphLaunch", run, stream)
+    call("cuStreamSynchronize", stream)
+    value = ctypes.c_uint32()
+    call("cuMemcpyDtoH_v2", ctypes.byref(value), ctypes.c_uint64(plain.value + 512), ctypes.c_size_t(4))
+    assert value.value == (7 if sys.argv[1] == "captured" else 0), value.value
+    print("ran", flush=True)
+"#;
+
+#[test]
+fn memory_of_graphs_counts_and_is_given_back() {
+    for kind in ["captured", "nodes"] {
+        let node = Node::start();
+        let Some(command) = python(&node, GRAPH) else {
+            return;
+        };
+        let command = format!("{command} {kind}");
+        let mut program = Process::start(&mut node.tenant("--name graphs", &command));
+        program.wait_lines(1);
+        let field = |it: &Value, name: &str| it["memory"][0][name].as_u64().unwrap_or(0);
+        for round in 0..2 {
+            program.write("go\n");
+            program.wait_lines(2 + round);
+            node.wait_tenant("graphs", |it| field(it, "in_use") >= 84 << 20);
+            // What is not in use is given back, the rest moves.
+            wait_for("it is moved", PATIENCE, || {
+                node.gpumux(["sleep", "graphs"])
+                    .run()
+                    .status
+                    .success()
+                    .then_some(())
+            });
+            let tenant = node.find_tenant("graphs").expect("it runs");
+            assert_eq!(field(&tenant, "in_use"), 0, "{kind}: {tenant:#}");
+            assert!(field(&tenant, "swapped") >= 20 << 20);
+        }
         program.close_input();
         program.finish().ok();
     }

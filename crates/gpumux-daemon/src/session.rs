@@ -291,8 +291,12 @@ impl Sessions {
         };
         match ended {
             Ok(()) => {}
-            // Its next daemon may want it.
-            Err(Refusal::Stopped(_) | Refusal::Tenant(TenantError::Stopped(_))) => {
+            // Its next session may have it: with the next daemon, or with this one.
+            Err(
+                Refusal::Stopped(_)
+                | Refusal::Tenant(TenantError::Stopped(_))
+                | Refusal::Group(GroupError::Expired),
+            ) => {
                 let _ = say(&socket, &Daemon::Bye);
             }
             Err(refusal) => {

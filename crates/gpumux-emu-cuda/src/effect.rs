@@ -45,6 +45,8 @@ pub(crate) enum Effect {
     },
     /// Goes wrong.
     Fault(CuError),
+    /// Allocates a graph's memory, which its launch has made already.
+    Allocate(u64),
     /// Frees memory of `cuMemAlloc`.
     Free(u64),
     /// A call into the program; never run here.
@@ -87,7 +89,7 @@ impl Effect {
     /// How many steps it has.
     pub(crate) fn steps(&self) -> u64 {
         match self {
-            Self::Nothing | Self::Host(_) | Self::Interpreted(_) => 0,
+            Self::Nothing | Self::Allocate(_) | Self::Host(_) | Self::Interpreted(_) => 0,
             Self::Free(_) | Self::Fault(_) => 1,
             Self::Kernel(kernel) => kernel.steps(),
             Self::Copy { bytes, .. } => *bytes,
@@ -104,7 +106,7 @@ impl Effect {
         }
         let steps = to - from;
         match self {
-            Self::Nothing | Self::Host(_) | Self::Interpreted(_) => Ok(()),
+            Self::Nothing | Self::Allocate(_) | Self::Host(_) | Self::Interpreted(_) => Ok(()),
             Self::Free(address) => memory::free(*address),
             Self::Fault(error) => Err(*error),
             Self::Kernel(kernel) => kernel.run(from, to),

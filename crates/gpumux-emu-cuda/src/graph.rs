@@ -15,6 +15,7 @@ use crate::{
     context::Context,
     effect::Effect,
     error::{CuError, Result},
+    memory,
     op::{Op, OpWork},
     process::{Registry, lock},
     stream::{NON_BLOCKING, Stream, stream},
@@ -198,6 +199,23 @@ pub(crate) fn update(executable: usize, graph: usize) -> Result {
     Ok(())
 }
 
+/// Makes the memory that a launch allocates: all, or none.
+fn allocate(nodes: &[Node]) -> Result {
+    let places = nodes.iter().filter_map(|node| match node.op.effect {
+        Effect::Allocate(at) => Some(at),
+        _ => None,
+    });
+    let mut made = Vec::new();
+    for at in places {
+        if let Err(error) = memory::back_for_launch(at) {
+            made.into_iter().try_for_each(memory::free)?;
+            return Err(error);
+        }
+        made.push(at);
+    }
+    Ok(())
+}
+
 /// Launches a graph.
 pub(crate) fn launch(executable: usize, stream_handle: usize) -> Result {
     let executable = EXECUTABLES.get(executable)?;
@@ -211,6 +229,7 @@ pub(crate) fn launch(executable: usize, stream_handle: usize) -> Result {
     if nodes.is_empty() {
         return context.check();
     }
+    allocate(&nodes)?;
     let mut last = lock(&executable.last);
     let mut ops = Vec::with_capacity(nodes.len() + 1);
     // Complete work is waited for at no cost.

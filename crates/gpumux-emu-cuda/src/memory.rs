@@ -3,8 +3,12 @@
 //!
 //! The bookkeeping decides what the device may touch: an access outside of it is an illegal address, never a crash.
 
+mod graphs;
 mod suspend;
 
+pub(crate) use graphs::{
+    back_for_launch, graph_attribute, reserve_for_graph, reset_graph_attribute, trim_graphs,
+};
 pub(crate) use suspend::{attach, detach, is_movable};
 
 use std::{
@@ -133,6 +137,7 @@ pub(crate) struct Space {
     pieces: BTreeMap<u64, Piece>,
     host: BTreeMap<u64, HostRange>,
     opened: BTreeMap<u64, Opened>,
+    graphs: BTreeMap<u64, graphs::GraphMemory>,
     handles: HashMap<u64, (Arc<Physical>, usize)>,
     next_handle: u64,
 }
@@ -711,6 +716,9 @@ impl Space {
 /// Frees what [`alloc`] gave.
 pub(crate) fn free(address: u64) -> Result {
     let mut space = space_mut();
+    if space.release_graph(address) {
+        return Ok(());
+    }
     let allocation = space
         .allocations
         .remove(&address)

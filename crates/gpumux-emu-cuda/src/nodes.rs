@@ -5,11 +5,14 @@ use std::{
     sync::{Arc, Weak},
 };
 
+use gpumux_emu::protocol::Work;
+
 use crate::{
     border::{Arguments, HostFunction, In, Out, Pointers, UserData, cuda, exports},
+    effect::Effect,
     error::{CuError, Result},
     graph::{self, Added, EXECUTABLES, GRAPHS, Graph, NODES, in_order},
-    launch,
+    launch, memory,
     op::Op,
     plane,
     process::{lock, process},
@@ -25,6 +28,8 @@ const MEMSET: c_int = 2;
 const HOST: c_int = 3;
 const GRAPH: c_int = 4;
 const EMPTY: c_int = 5;
+const ALLOCATE: c_int = 10;
+const FREE: c_int = 11;
 
 /// `CUDA_KERNEL_NODE_PARAMS`; version 2 has a kernel and a context behind.
 #[repr(C)]
@@ -67,6 +72,21 @@ pub(crate) struct HostParams {
     data: UserData,
 }
 
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`: a pool's properties, access of devices, how much, and where it is.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct AllocParams {
+    kind: c_int,
+    handles: c_int,
+    location: c_int,
+    device: c_int,
+    rest: [u64; 9],
+    access: [u64; 2],
+    bytes: usize,
+    at: u64,
+}
+
+const _: () = assert!(size_of::<AllocParams>() == 120);
 const _: () = assert!(size_of::<KernelParams>() == 56 && size_of::<KernelParams2>() == 72);
 const _: () = assert!(size_of::<MemsetParams>() == 40 && size_of::<HostParams>() == 16);
 
@@ -285,6 +305,22 @@ exports! { FUNCTIONS by cuda;
         let it = params.get()?;
         record(|stream| stream::launch_host(stream, it.function, it.data))
     });
+    cuGraphAddMemAllocNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, params: Out<AllocParams>) => {
+        let it = params.get()?;
+        // Memory of a device.
+        if it.kind != 1 || it.location != 1 {
+            return Err(CuError::NOT_SUPPORTED);
+        }
+        let at = memory::reserve_for_graph(process()?.device(it.device)?.index, it.bytes as u64)?;
+        add(node, graph, after, count, ALLOCATE, || Ok(vec![Op::following(Work::Record, Effect::Allocate(at))]))?;
+        params.put(AllocParams { at, ..it })
+    };
+    cuGraphAddMemFreeNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, address: u64) => {
+        if !memory::space().is_graphs(address, 1) {
+            return Err(CuError::INVALID_VALUE);
+        }
+        add(node, graph, after, count, FREE, || Ok(vec![Op::following(Work::Record, Effect::Free(address))]))
+    };
     cuGraphAddEmptyNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize) => add(node, graph, after, count, EMPTY, || Ok(Vec::new()));
     cuGraphAddChildGraphNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, child: Handle) => add(node, graph, after, count, GRAPH, || {
         let child = GRAPHS.get(child)?;

@@ -63,6 +63,9 @@ exports! { FUNCTIONS by cuda;
         POOLS.get(pool)?;
         address.put(stream::alloc_async(bytes, Some(pool), stream)?)
     };
+    cuDeviceGetGraphMemAttribute(device: c_int, attribute: c_int, value: Out<u64>) => value.put(memory::graph_attribute(process()?.device(device)?.index, attribute)?);
+    cuDeviceSetGraphMemAttribute(device: c_int, attribute: c_int, value: In<u64>) => memory::reset_graph_attribute(process()?.device(device)?.index, attribute, value.get()?);
+    cuDeviceGraphMemTrim(device: c_int) => memory::trim_graphs(process()?.device(device)?.index);
     cuMemAllocManaged(address: Out<u64>, bytes: usize, flags: c_uint) => {
         // The host reaches all memory of the device here.
         address.check()?;

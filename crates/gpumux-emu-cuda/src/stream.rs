@@ -223,7 +223,8 @@ pub(crate) fn copy(
         if space.is_unmapped(to, bytes) || space.is_unmapped(from, bytes) {
             return Err(CuError::INVALID_VALUE);
         }
-        let (is_to, is_from) = (space.is_device(to, bytes), space.is_device(from, bytes));
+        let is_device = |at| space.is_device(at, bytes) || space.is_graphs(at, bytes);
+        let (is_to, is_from) = (is_device(to), is_device(from));
         let reached = |at, is_device: bool| is_device || space.is_pinned(at, bytes);
         (is_to, is_from, reached(to, is_to), reached(from, is_from))
     };
@@ -290,7 +291,11 @@ pub(crate) fn set(
     if bytes == 0 {
         return Ok(());
     }
-    if !to.is_multiple_of(width) || !memory::space().is_reachable(to, bytes) {
+    let known = {
+        let space = memory::space();
+        space.is_reachable(to, bytes) || space.is_graphs(to, bytes)
+    };
+    if !to.is_multiple_of(width) || !known {
         return Err(CuError::INVALID_VALUE);
     }
     let info = &context.device.info;
@@ -316,8 +321,12 @@ pub(crate) fn set(
 pub(crate) fn alloc_async(bytes: usize, pool: Option<usize>, stream_handle: usize) -> Result<u64> {
     let stream = stream(stream_handle)?;
     let context = stream.context()?;
-    stream.not_captured()?;
     context.check()?;
+    if stream.is_captured() {
+        let at = memory::reserve_for_graph(context.device.index, bytes as u64)?;
+        let node = Op::following(Work::Record, Effect::Allocate(at));
+        return stream.submit(node).map(|()| at);
+    }
     let pool = pool.map_or_else(|| pool::of_device(context.ordinal, false), Ok)?;
     pool::alloc(pool, context.handle(), bytes as u64)
 }
@@ -328,9 +337,13 @@ pub(crate) fn free_async(address: u64, stream_handle: usize) -> Result {
         return Ok(());
     }
     let stream = stream(stream_handle)?;
-    stream.not_captured()?;
-    if memory::space().allocation(address).is_none() {
-        return Err(CuError::INVALID_VALUE);
+    let is_graphs = memory::space().is_graphs(address, 1);
+    if !is_graphs {
+        // A graph frees what a graph has allocated.
+        stream.not_captured()?;
+        if memory::space().allocation(address).is_none() {
+            return Err(CuError::INVALID_VALUE);
+        }
     }
     stream.submit(Op::following(Work::Record, Effect::Free(address)))
 }

@@ -23,13 +23,13 @@ use gpumux_wire::{
     socket,
 };
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
+    event::{PollFd, PollFlags},
     io::Errno,
     net::{RecvFlags, SendFlags, SocketFlags},
 };
 
 use crate::{
-    ground::{context::within, gate, guard, lease, notice::say, own::OwnFd},
+    ground::{context::within, gate, guard, lease, notice::say, own::OwnFd, wait::wait},
     memory::{allocate, elastic, ipc, keep, pools, reclaim, space},
     mover::MoverThread,
     process::{Agent, Picture, Process},
@@ -625,16 +625,4 @@ fn hand_over_memory(session: &OwnFd, picture: &Picture, seen: &Seen) -> Result<(
         }
     }
     Ok(())
-}
-
-/// Waits until something is ready, or the time is over.
-fn wait(fds: &mut [PollFd<'_>], timeout: Option<Duration>) -> Result<(), Errno> {
-    let timeout = timeout.map(|timeout| Timespec {
-        tv_sec: timeout.as_secs() as i64,
-        tv_nsec: timeout.subsec_nanos().into(),
-    });
-    match poll(fds, timeout.as_ref()) {
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(error) => Err(error),
-    }
 }

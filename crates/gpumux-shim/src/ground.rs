@@ -12,4 +12,5 @@ pub(crate) mod next;
 pub(crate) mod notice;
 pub(crate) mod own;
 pub(crate) mod trace;
+pub(crate) mod wait;
 pub(crate) mod wake;

@@ -35,7 +35,7 @@ use crate::{
         gate, next, trace,
     },
     memory::{
-        allocate, ipc,
+        allocate, graphs as graph_memory, ipc,
         native::{self, ArrayShape, FlatShape},
         physical,
         pools::{self, PoolProperties},
@@ -332,7 +332,7 @@ hooks! {
     };
 
     // A graph may have copies in it.
-    [cuGraphLaunch_ptsz] cuGraphLaunch(graph: *mut c_void, stream: CUstream) (real, own) => work::launch_graph(graph as u64, stream, own, real);
+    [cuGraphLaunch_ptsz] cuGraphLaunch(graph: *mut c_void, stream: CUstream) (real, own) => graph_memory::launched(work::launch_graph(graph as u64, stream, own, real));
 
     // How much is in it is known before alone.
     cuGraphInstantiate(out: *mut *mut c_void, graph: *mut c_void, node: *mut c_void, log: *mut c_char, bytes: usize) (real) => unsafe { graphs::instantiate(out, graph, real) };
@@ -341,6 +341,13 @@ hooks! {
     cuGraphInstantiateWithParams(out: *mut *mut c_void, graph: *mut c_void, params: *mut c_void) (real) => unsafe { graphs::instantiate(out, graph, real) };
     cuGraphInstantiateWithParams_ptsz(out: *mut *mut c_void, graph: *mut c_void, params: *mut c_void) (real) => unsafe { graphs::instantiate(out, graph, real) };
     cuGraphExecDestroy(executable: *mut c_void) (real) => graphs::destroy(executable, real);
+
+    // What allocates when it runs.
+    cuGraphAddMemAllocNode(node: *mut *mut c_void, graph: *mut c_void, after: *const c_void, count: usize, params: *mut c_void) (real) => graph_memory::add_allocation(real);
+    cuGraphAddNode(node: *mut *mut c_void, graph: *mut c_void, after: *const c_void, count: usize, params: *const c_int) (real) => unsafe { graph_memory::add_node(params, real) };
+    cuGraphAddNode_v2(node: *mut *mut c_void, graph: *mut c_void, after: *const c_void, edges: *const c_void, count: usize, params: *const c_int) (real) => unsafe { graph_memory::add_node(params, real) };
+    cuGraphAddNode_v3(node: *mut *mut c_void, graph: *mut c_void, after: *const c_void, edges: *const c_void, count: usize, params: *const c_int) (real) => unsafe { graph_memory::add_node(params, real) };
+    cuDeviceGraphMemTrim(device: CUdevice) (real) => graph_memory::trim_device(real);
 
     // Device memory.
     cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) (real) => unsafe { allocate::alloc(out, bytes, real) };

@@ -7,6 +7,7 @@ pub(crate) mod block;
 pub(crate) mod caches;
 pub(crate) mod elastic;
 pub(crate) mod granules;
+pub(crate) mod graphs;
 pub(crate) mod ipc;
 pub(crate) mod keep;
 pub(crate) mod native;

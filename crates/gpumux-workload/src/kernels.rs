@@ -292,6 +292,7 @@ mod tests {
             "gpumux_rounds_u32(.param .u64 ptr, .param .u64 n, .param .u32 rounds)",
             "gpumux_sum_u32(.param .u64 ptr, .param .u64 n, .param .u64 out)",
             "gpumux_sweep_u32(.param .u64 ptr, .param .u32 value, .param .u64 n, .param .u64 out)",
+            "gpumux_pointers(\n    .param .u64 a, .param .u64 b, .param .u64 c, .param .u64 d,\n",
             "gpumux_trap()",
         ] {
             assert!(
@@ -299,7 +300,7 @@ mod tests {
                 "{entry}"
             );
         }
-        assert_eq!(text.matches(".entry").count(), 8);
+        assert_eq!(text.matches(".entry").count(), 9);
         assert!(text.contains(".version 7.0\n.target sm_70\n"));
     }
 }

@@ -410,3 +410,95 @@ fn memory_allocated_without_daemon_moves_after_its_return() {
     job.signal(Signal::TERM);
     verified(&job.finish());
 }
+
+/// Kernels on one device count up words in memory of another, which they reach by peer access: memory that was allocated before that access, a
+/// small piece of it, and memory that was allocated after it.
+const PEERS: &str = r#"
+import sys
+MIB = 1 << 20
+PTX = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry count(.param .u64 at)
+{
+    .reg .u32 %value;
+    .reg .u64 %at;
+    ld.param.u64 %at, [at];
+    ld.global.u32 %value, [%at];
+    add.u32 %value, %value, 1;
+    st.global.u32 [%at], %value;
+    ret;
+}
+"""
+can, here, there = ctypes.c_int(), use_device(), ctypes.c_void_p()
+call("cuDeviceCanAccessPeer", ctypes.byref(can), 0, 1)
+if not can.value:
+    print("none", flush=True)
+    sys.exit()
+call("cuDevicePrimaryCtxRetain", ctypes.byref(there), 1)
+def alloc(size):
+    at = ctypes.c_uint64()
+    call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
+    call("cuMemsetD32_v2", at, 0, ctypes.c_size_t(size // 4))
+    call("cuCtxSynchronize")
+    return at.value
+call("cuCtxSetCurrent", there)
+# Two chunks, and a part of a shared one.
+large, small = alloc(80 * MIB), alloc(4096)
+call("cuCtxSetCurrent", here)
+own = alloc(20 * MIB)
+call("cuCtxEnablePeerAccess", there, 0)
+call("cuCtxSetCurrent", there)
+late = alloc(20 * MIB)
+call("cuCtxSetCurrent", here)
+words = [large, large + 80 * MIB - 4, small, late + 10 * MIB, own]
+module, count = ctypes.c_void_p(), ctypes.c_void_p()
+call("cuModuleLoadData", ctypes.byref(module), PTX)
+call("cuModuleGetFunction", ctypes.byref(count), module, b"count")
+print("ready", flush=True)
+for number, line in enumerate(sys.stdin, 1):
+    for at in words:
+        argument = ctypes.c_uint64(at)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        call("cuLaunchKernel", count, 1, 1, 1, 1, 1, 1, 0, None, arguments, None)
+    call("cuCtxSynchronize")
+    for at in words:
+        value = ctypes.c_uint32()
+        call("cuMemcpyDtoH_v2", ctypes.byref(value), ctypes.c_uint64(at), ctypes.c_size_t(4))
+        assert value.value == number, (hex(at), value.value, number)
+    print("right", flush=True)
+"#;
+
+#[test]
+fn memory_reached_by_peer_access_moves_and_is_reached_again() {
+    if gpumux_tests::devices() < 2 {
+        return eprintln!("SKIPPED: one device");
+    }
+    let node = Node::with(Options {
+        devices: 2,
+        ..Options::default()
+    });
+    let Some(command) = python(&node, PEERS) else {
+        return;
+    };
+    let mut peers = Process::start(&mut node.tenant("--name peers", &command));
+    peers.wait_lines(1);
+    if peers.out().starts_with("none") {
+        return eprintln!("SKIPPED: the devices do not reach each other");
+    }
+    for round in 0..3 {
+        peers.write("go\n");
+        peers.wait_lines(2 + round);
+        let tenant = node.find_tenant("peers").expect("it runs");
+        assert_eq!(bytes(&tenant, "pinned"), 0, "{tenant:#}");
+        assert!(sleeps(&node, "peers"));
+        let tenant = node.find_tenant("peers").expect("it runs");
+        assert!(bytes(&tenant, "swapped") >= 120 << 20, "{tenant:#}");
+        assert_eq!(bytes(&tenant, "in_use"), 0, "{tenant:#}");
+    }
+    peers.write("go\n");
+    peers.wait_lines(5);
+    peers.close_input();
+    peers.finish_within(PATIENCE).ok();
+}

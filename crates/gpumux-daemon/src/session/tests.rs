@@ -259,6 +259,26 @@ async fn lease_comes_with_the_welcome_and_is_renewed_while_there_are_sessions() 
     stalled.unwrap();
 }
 
+/// A refusal would keep the process away for as long as it waits for memory.
+#[tokio::test(flavor = "multi_thread")]
+async fn process_whose_lease_expired_is_not_refused() {
+    let node = Node::start(16).await;
+    let session = node.connect();
+    let (hello, page, file) = fake::hello(None);
+    send(&session, &hello, Some(file.as_fd()));
+    let welcome = answer(&session).await;
+    assert!(
+        matches!(welcome, Some(Daemon::Welcome { .. })),
+        "{welcome:?}"
+    );
+    page.expire();
+    let device = node.driver.open();
+    send(&session, &fake::group(0, 1), Some(device.as_fd()));
+    assert_eq!(answer(&session).await, Some(Daemon::Bye));
+    assert_eq!(answer(&session).await, None);
+    drop(node.session().await);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_no_hello_is_refused() {
     let node = Node::start(16).await;

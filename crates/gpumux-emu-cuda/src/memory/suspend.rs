@@ -95,6 +95,9 @@ pub(crate) fn attach(now: impl Fn(u32) -> u32) -> Result {
         let seen = seen.fold(0, |all, bit| all | 1 << now(bit));
         mapping.devices = mapping.devices.map(|_| seen);
     }
+    for memory in space.graphs.values_mut() {
+        memory.device = now(memory.device);
+    }
     for piece in space.pieces.values_mut() {
         piece.device = now(piece.device);
     }

@@ -7,12 +7,11 @@ use std::{
 
 use gpumux_wire::{Daemon, Shim, socket};
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
+    event::{PollFd, PollFlags},
     net::{RecvFlags, SendFlags, SocketFlags},
 };
 
-use crate::ground::{config::Config, guard};
+use crate::ground::{config::Config, guard, own::OwnFd, wait::wait};
 
 /// How long the daemon may take.
 const ANSWER: Duration = Duration::from_secs(2);
@@ -37,7 +36,7 @@ pub(crate) fn look(uuid: &str, total: u64) -> Option<(u64, u64)> {
 }
 
 fn ask(path: &std::path::Path, question: &Shim) -> io::Result<Option<(u64, u64)>> {
-    let session = socket::connect(path, SocketFlags::NONBLOCK)?;
+    let session = OwnFd::new(|| socket::connect(path, SocketFlags::NONBLOCK))?;
     socket::send(&session, question, None, SendFlags::empty())?;
     let deadline = Instant::now() + ANSWER;
     loop {
@@ -51,13 +50,6 @@ fn ask(path: &std::path::Path, question: &Shim) -> io::Result<Option<(u64, u64)>
         if left.is_zero() {
             return Ok(None);
         }
-        let left = Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: left.subsec_nanos().into(),
-        };
-        match poll(&mut [PollFd::new(&session, PollFlags::IN)], Some(&left)) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
+        wait(&mut [PollFd::new(&session, PollFlags::IN)], Some(left))?;
     }
 }

@@ -13,9 +13,12 @@ use std::{
 
 use crate::ground::guard;
 
-/// The most that are ever open: event, page, session, a file of host memory that is being made, of memory that processes share
-/// one that is sent, one that is opened and one that has come, and the supervisor with a file of kept memory.
-const MOST: usize = 9;
+/// The most that are ever open but for questions of a process without a session: event, page, session, a file of host memory that is being
+/// made, of memory that processes share one that is sent, one that is opened and one that has come, and the supervisor with a file of
+/// kept memory.
+const MOST: usize = 9 + LOOKS;
+/// Threads that ask such a question at the same time; more get no answer.
+const LOOKS: usize = 7;
 
 type Table = [RawFd; MOST];
 

@@ -173,6 +173,7 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
     }
     let back = || {
         let at = vmm::reserve(size)?;
+        let reached_by = vmm::reached_by(device);
         let chunks =
             vmm::back(at, size, CHUNK, device).inspect_err(|_| vmm::unreserve(at, size))?;
         let free = small.then(|| BTreeMap::from([(0, size)]));
@@ -180,7 +181,7 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
             // Without it the memory may not move: the program need not know.
             let _ = swap::tools(context);
         }
-        with(|space| {
+        let made = with(|space| {
             let block = Block::new((size, device, context), chunks, free);
             space.blocks.insert(at, block);
             if small {
@@ -193,7 +194,12 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
             };
             ranges::write(|it| it.allocations.insert(at, allocation));
             Ok(at)
-        })
+        });
+        // Another thread has given a device access meanwhile, and may not have found this block.
+        if vmm::reached_by(device) != reached_by {
+            let _ = vmm::grant(at, size, device);
+        }
+        made
     };
     let mapped = attempt::make(None, || gate::through(back));
     mapped.inspect_err(|_| give(device, size, false))
@@ -521,7 +527,7 @@ pub(crate) fn stay() {
     });
 }
 
-/// `cuCtxEnablePeerAccess`: from now on memory of the peer's device may be reached from the current one.
+/// `cuCtxEnablePeerAccess`: from now on memory of the peer's device may be reached from the current one, also when it has moved.
 pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = gate::through(real);
     if result != SUCCESS || off() {
@@ -533,23 +539,22 @@ pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> C
     let Some(reached) = within(peer as u64, current_device).flatten() else {
         return result;
     };
-    gate::through(|| {
-        tell_with(|space| {
-            for device in space.devices.values_mut() {
-                device.native = true;
-            }
-            let own = space
-                .blocks
-                .iter()
-                .filter(|(_, block)| block.device == reached);
-            let own: Vec<(u64, u64)> = own.map(|(at, block)| (*at, block.bytes)).collect();
-            for (at, bytes) in &own {
-                vmm::allow(*at, *bytes, reaching);
-            }
-            own.iter().filter_map(|(at, _)| space.pin(*at)).last()
+    if !vmm::let_reach(reaching, reached) {
+        stay();
+        return result;
+    }
+    // What is made later has the access from the start.
+    let granted = gate::through(|| {
+        let own = with(|space| {
+            let all = space.blocks.iter();
+            let own = all.filter(|(_, block)| block.device == reached);
+            own.map(|(at, block)| (*at, block.bytes))
+                .collect::<Vec<_>>()
         });
+        own.into_iter()
+            .try_for_each(|(at, bytes)| vmm::grant(at, bytes, reached))
     });
-    result
+    granted.err().unwrap_or(result)
 }
 
 /// Gives back all that is granted and not used.

@@ -31,7 +31,7 @@ use rustix::{
 use crate::{
     ground::{
         context::{is_capturing_anywhere, within},
-        driver::{CUresult, CUstream, Location, SUCCESS},
+        driver::{CUresult, CUstream, SUCCESS},
         gate, guard, lease,
         notice::say,
         own::OwnFd,
@@ -373,8 +373,7 @@ fn import(layout: Layout, own: (c_int, u64), file: &OwnFd) -> Result<u64, c_int>
         let at = vmm::reserve(bytes)?;
         let undo = |_: &CUresult| vmm::unreserve(at, bytes);
         let (chunk, _) = vmm::import(at, bytes, file).inspect_err(undo)?;
-        let home = Location { kind: 1, id: own.0 };
-        result(vmm::set_access(at, bytes as usize, home)).inspect_err(|_| {
+        vmm::grant(at, bytes, own.0).inspect_err(|_| {
             vmm::unback(at, &[chunk]);
             vmm::unreserve(at, bytes);
         })?;

@@ -10,7 +10,7 @@ use crate::{
     },
     memory::{
         attempt::{self, Refused, in_time},
-        physical, pools,
+        graphs, physical, pools,
         space::{Native, current_device, give, known_device, off, take, with},
     },
 };
@@ -75,7 +75,7 @@ pub(crate) fn give_natives(gone: impl IntoIterator<Item = Native>) {
 /// What no pool keeps goes back to the lease.
 fn give_rest(gone: Result<(), Native>) {
     match gone {
-        Ok(()) => pools::freed(),
+        Ok(()) => pools::watch(),
         Err(it) => give(it.device, it.bytes, true),
     }
 }
@@ -90,8 +90,11 @@ pub(crate) unsafe fn alloc_pooled(
     pool: Option<u64>,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    // What is captured allocates when its graph runs, and is not seen.
     let counted = !off() && bytes != 0 && !is_capturing_anywhere();
+    if is_capturing_anywhere() {
+        // What is captured allocates when its graph runs.
+        graphs::will_allocate();
+    }
     let current = counted.then(current_device).flatten();
     let place = |current| match pool {
         Some(pool) => Some((pools::place(pool).unwrap_or(current), pool)),
@@ -137,7 +140,7 @@ pub(crate) unsafe fn alloc_native(
     bytes: usize,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    // What is captured allocates when its graph runs, and is not seen.
+    // What is captured allocates when its graph runs.
     let counted = !off() && bytes != 0 && !is_capturing_anywhere();
     match counted.then(current_device).flatten() {
         // SAFETY: the caller's.

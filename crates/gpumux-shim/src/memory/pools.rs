@@ -20,7 +20,10 @@ use crate::{
         driver::{CUresult, SUCCESS, functions},
         gate, guard, lease, wake,
     },
-    memory::space::{self, Native, Pool, Pools, Space},
+    memory::{
+        graphs,
+        space::{self, Native, Pool, Pools, Space},
+    },
     work,
 };
 
@@ -120,6 +123,11 @@ fn reserved(pool: u64) -> Option<u64> {
 }
 
 impl Space {
+    /// Whether the driver keeps what is free.
+    fn have_slack(&self) -> bool {
+        self.pools.have_slack() || self.graphs_have_slack()
+    }
+
     /// Counts an allocation from a pool: the pool's number, and by how much more than before it is counted. That must be taken from
     /// the lease.
     fn draw(&mut self, handle: u64, device: c_int, bytes: u64) -> (u64, u64) {
@@ -266,15 +274,21 @@ impl Drawn {
     }
 }
 
-/// Some of what a pool has is free now.
-pub(crate) fn freed() {
+/// Whether the agent will count what pools and graphs have.
+pub(crate) fn is_watched() -> bool {
+    WATCHED.load(Ordering::Relaxed)
+}
+
+/// What pools and graphs have may differ from what is counted: some of it is free, or a graph was launched.
+pub(crate) fn watch() {
     if !WATCHED.swap(true, Ordering::AcqRel) {
         wake::agent();
     }
 }
 
-/// Counts all pools anew. No pool may end meanwhile.
+/// Counts all pools anew, and what graphs have. No pool may end meanwhile.
 fn recount() {
+    graphs::recount();
     for (number, handle) in space::with(|space| space.pools.known()) {
         if let Some(reserved) = reserved(handle) {
             space::with(|space| space.count(number, reserved));
@@ -315,7 +329,7 @@ pub(crate) fn look(most: Option<Duration>) -> Option<Duration> {
     drop(in_use);
     // Allocations and releases meanwhile sent nothing.
     space::tell_with(Space::holds);
-    if !counted || space::with(|space| space.pools.have_slack()) {
+    if !counted || space::with(|space| space.have_slack()) {
         WATCHED.store(true, Ordering::Release);
         return Some(most.map_or(PERIOD, |most| most.min(PERIOD)));
     }
@@ -324,7 +338,7 @@ pub(crate) fn look(most: Option<Duration>) -> Option<Duration> {
 
 /// Has pools give back to the device what is free. Whether any had something. Not during a capture, which it could end.
 pub(crate) fn trim() -> bool {
-    if !space::with(|space| space.pools.have_slack()) || is_capturing_anywhere() {
+    if !space::with(|space| space.have_slack()) || is_capturing_anywhere() {
         return false;
     }
     let Some(_in_use) = in_use() else {
@@ -336,6 +350,7 @@ pub(crate) fn trim() -> bool {
             unsafe { trim(handle, 0) };
         }
     }
+    graphs::trim();
     recount();
     true
 }

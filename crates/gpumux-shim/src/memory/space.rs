@@ -32,7 +32,7 @@ use crate::{
     work,
 };
 
-pub(crate) use self::tables::{Export, Import, Native, Physical, Pool, Pools};
+pub(crate) use self::tables::{Export, GraphMemory, Import, Native, Physical, Pool, Pools};
 
 /// Leases are asked for with so much in advance, and kept with as much unused; on small devices less.
 const BATCH: u64 = 64 << 20;
@@ -98,6 +98,8 @@ pub(crate) struct Space {
     /// What is being opened, by token, and whether it will be accounted to this process.
     pub(crate) opening: Option<(u128, bool)>,
     pub(crate) pools: Pools,
+    /// By device.
+    pub(crate) graphs: BTreeMap<c_int, GraphMemory>,
     /// By device, bytes that are kept over this process's end, and what of such it has inherited in this session.
     pub(crate) kept: BTreeMap<c_int, (u64, u64)>,
     pub(crate) devices: BTreeMap<c_int, Device>,

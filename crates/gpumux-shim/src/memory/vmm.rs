@@ -4,9 +4,11 @@ use std::{
     ffi::{c_int, c_void},
     os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
     ptr,
+    sync::atomic::{AtomicU32, Ordering},
 };
 
 use crate::ground::{
+    context::bits,
     driver::{AllocationProp, CUresult, Location, SUCCESS, functions},
     own::OwnFd,
 };
@@ -51,6 +53,30 @@ functions! {
     mem_import c"cuMemImportFromShareableHandle" (*mut u64, *mut c_void, c_int);
     mem_properties c"cuMemGetAllocationPropertiesFromHandle" (*mut AllocationProp, u64);
     device_attribute c"cuDeviceGetAttribute" (*mut c_int, c_int, c_int);
+}
+
+/// By device, the devices that reach its memory by peer access, a bit each. A program that ends such access gets no fault for it.
+static REACHED_BY: [AtomicU32; u32::BITS as usize] = [const { AtomicU32::new(0) }; 32];
+
+/// Contexts of one device reach the memory of another from now on. Whether both are told apart.
+pub(crate) fn let_reach(reaching: c_int, reached: c_int) -> bool {
+    let places = usize::try_from(reached).ok();
+    let place = places.and_then(|it| REACHED_BY.get(it));
+    let bit = u32::try_from(reaching)
+        .ok()
+        .and_then(|it| 1_u32.checked_shl(it));
+    let known = place.zip(bit);
+    known
+        .map(|(place, bit)| place.fetch_or(bit, Ordering::SeqCst))
+        .is_some()
+}
+
+/// The devices that reach a device's memory by peer access, a bit each.
+pub(crate) fn reached_by(device: c_int) -> u32 {
+    let place = usize::try_from(device)
+        .ok()
+        .and_then(|it| REACHED_BY.get(it));
+    place.map_or(0, |it| it.load(Ordering::SeqCst))
 }
 
 /// Calls a function of the driver that may be missing.
@@ -140,8 +166,7 @@ pub(crate) fn cover(
         result(map(at + place * piece, piece as usize, 0, handle, 0))
             .inspect_err(|_| undo(place))?;
     }
-    let accessible = set_access(at, (count * piece) as usize, plain(device).location);
-    result(accessible).inspect_err(|_| undo(count))
+    grant(at, count * piece, device).inspect_err(|_| undo(count))
 }
 
 /// Puts new physical memory of a device at reserved addresses, in such pieces, all or nothing.
@@ -171,7 +196,7 @@ pub(crate) fn back(at: u64, bytes: u64, piece: u64, device: c_int) -> Result<Vec
             chunks.push(chunk);
             mapped += size;
         }
-        result(set_access(at, bytes as usize, prop.location))
+        grant(at, bytes, device)
     };
     match all() {
         Ok(()) => Ok(chunks),
@@ -228,13 +253,23 @@ pub(crate) fn import(
     }
 }
 
-/// Lets another device reach a mapping.
-pub(crate) fn allow(at: u64, bytes: u64, device: c_int) {
-    let location = Location {
-        kind: 1,
-        id: device,
-    };
-    let _ = set_access(at, bytes as usize, location);
+/// Lets a device reach mappings of its memory, and those that have peer access to it.
+pub(crate) fn grant(at: u64, bytes: u64, device: c_int) -> Result<(), CUresult> {
+    let peers = bits(reached_by(device).into()).map(|it| it as c_int);
+    let all = std::iter::once(device).chain(peers.filter(|it| *it != device));
+    let access: Vec<Access> = all
+        .map(|id| Access {
+            location: Location { kind: 1, id },
+            flags: READ_WRITE,
+        })
+        .collect();
+    call!(
+        mem_set_access(),
+        at,
+        bytes as usize,
+        access.as_ptr(),
+        access.len()
+    )
 }
 
 /// Lets the device of this location reach mappings.

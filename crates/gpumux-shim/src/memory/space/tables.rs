@@ -116,6 +116,28 @@ pub(crate) struct Pool {
     pub(crate) used: u64,
 }
 
+/// Memory of a device that graphs have.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct GraphMemory {
+    pub(crate) reserved: u64,
+    /// Allocated and not freed, of which launches that run or wait are a part.
+    pub(crate) used: u64,
+    /// It counts as pinned.
+    pub(crate) pinned: u64,
+}
+
+impl GraphMemory {
+    /// As the driver reports it; `idle`: no work is under way.
+    pub(crate) fn new(reserved: u64, used: u64, idle: bool) -> Self {
+        let used = used.min(reserved);
+        Self {
+            reserved,
+            used,
+            pinned: if idle { used } else { reserved },
+        }
+    }
+}
+
 /// All of them, by numbers of this library's: the driver may use a handle again.
 #[derive(Debug, Default)]
 pub(crate) struct Pools {
