@@ -1,5 +1,6 @@
 //! The controller and the memory broker together, in virtual time: what must hold whatever tenants, controls and processes do.
 
+mod arrivals;
 mod mutations;
 mod properties;
 mod sequences;

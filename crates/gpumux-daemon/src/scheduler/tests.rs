@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     io,
+    os::fd::OwnedFd,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -18,17 +19,25 @@ use gpumux_core::{
     ledger::Kind,
     tamper::{TamperRule, Then},
 };
-use gpumux_rm::{Cause, ControlFailure, Controls, Interleave, PreemptionMode};
+use gpumux_rm::{Cause, ControlFailure, Controls};
 use gpumux_wire::{
+    Daemon,
     lease::{LOOK, Lease, Leased},
     page::{HintCounts, Page},
+    socket,
 };
+use rustix::net::{RecvFlags, SocketType};
 
 use super::{
-    GroupError, Left, Member, Met, NewGroup, Owner, SessionId, What, engine::Engine, model::Clock,
+    GroupError, Left, Member, Met, NewGroup, Owner, What, engine::Engine, model::Clock,
     renewal::Renewal, thread::used,
 };
-use crate::{api::types, config::Config};
+use crate::{
+    api::types,
+    config::Config,
+    link::{Link, SessionId},
+    receiver::pair,
+};
 
 mod controls;
 mod effort;
@@ -154,16 +163,6 @@ impl Controls for FakeControls {
     fn thaw(&self) -> Result<(), ControlFailure> {
         self.pull(Pull::Thaw(self.group), |group| self.disable(group, false))
     }
-    fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), ControlFailure> {
-        Ok(())
-    }
-    fn set_interleave(&self, _: Interleave) -> Result<(), ControlFailure> {
-        Ok(())
-    }
-    fn device_uuid(&self) -> Result<String, ControlFailure> {
-        Ok("GPU-0".into())
-    }
-    fn set_channels(&mut self, _: Vec<u32>) {}
 }
 
 impl Drop for FakeControls {
@@ -179,6 +178,8 @@ pub(super) struct Bench {
     hardware: Shared,
     dead: mpsc::Receiver<Box<dyn Send>>,
     pub(super) pages: Vec<Page>,
+    /// The processes' ends of their connections.
+    processes: BTreeMap<u64, OwnedFd>,
 }
 
 impl Bench {
@@ -200,6 +201,7 @@ impl Bench {
             hardware,
             dead,
             pages: Vec::new(),
+            processes: BTreeMap::new(),
         }
     }
 
@@ -220,6 +222,23 @@ impl Bench {
         let group = self.group(n, n, 1);
         self.engine.add(group).unwrap();
         self.pages.last().unwrap().slot(n).unwrap().submit();
+    }
+
+    /// A process of a tenant connects.
+    pub(super) fn meet(&mut self, session: u64, tenant: TenantId, page: Arc<Page>) {
+        let (socket, process) = pair(SocketType::SEQPACKET).unwrap();
+        let pid = 1000 + session as u32;
+        let link = Link::new(SessionId(session), tenant, pid, page, socket.into());
+        self.engine.meet(Met::new(link));
+        self.processes.insert(session, process);
+    }
+
+    /// What a process has received.
+    pub(super) fn received(&self, session: u64) -> Vec<Daemon> {
+        let next = || socket::recv(&self.processes[&session], RecvFlags::DONTWAIT).ok()?;
+        std::iter::from_fn(next)
+            .map(|(message, _)| message)
+            .collect()
     }
 
     fn park(&mut self, tenant: TenantId, swapped_out: bool) {
