@@ -1,6 +1,5 @@
 //! The controller and the memory broker together, in virtual time: what must hold whatever tenants, controls and processes do.
 
-mod arrivals;
 mod mutations;
 mod properties;
 mod sequences;

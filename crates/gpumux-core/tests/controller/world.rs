@@ -263,13 +263,6 @@ impl World {
         self.settle();
     }
 
-    /// Work of it comes, after a pause.
-    pub(crate) fn arrives(&mut self, id: u64) {
-        let arrival = Event::Arrival(self.group(id), self.now);
-        self.controller.handle(self.now, arrival);
-        self.set_busy(id, true);
-    }
-
     /// Its program has waited for so many pieces of work, which took so long.
     pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros) {
         let Some(tenant) = self.tenants.get_mut(&id) else {
@@ -302,11 +295,6 @@ impl World {
     /// A tenant's group on its first device.
     pub(crate) fn group(&self, id: u64) -> DomainId {
         self.tenants[&id].groups[0]
-    }
-
-    /// Whether that group may run.
-    pub(crate) fn may_run(&self, id: u64) -> bool {
-        !self.groups[&self.group(id)].frozen
     }
 
     /// The timeslice of that group.
