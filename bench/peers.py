@@ -292,17 +292,21 @@ def crews(
 
 
 def warm(crews: Mapping[str, Crew], wanted: Callable[[str], Programs]) -> dict[str, BenchError]:
-    """Starts the programs of all crews at once; what failed, by crew."""
+    """Starts the programs of all crews, at once but for those under daemons; what failed, by crew."""
     failed = dict[str, BenchError]()
+    # Daemons do not know of each other: busy batch programs of two would all have the shortest timeslice, and hardly run.
+    managed = [stage for stage, crew in crews.items() if isinstance(crew.mode, Gpumux)]
+    turns = [[stage] for stage in crews if stage not in managed] + [managed]
 
-    def have(stage: str) -> None:
-        try:
-            crews[stage].have(wanted(stage))
-        except BenchError as error:
-            failed[stage] = error
+    def have(turn: Sequence[str]) -> None:
+        for stage in turn:
+            try:
+                crews[stage].have(wanted(stage))
+            except BenchError as error:
+                failed[stage] = error
 
-    with ThreadPoolExecutor(max(1, len(crews))) as threads:
-        list(threads.map(have, crews))
+    with ThreadPoolExecutor(len(turns)) as threads:
+        list(threads.map(have, turns))
     return failed
 
 
