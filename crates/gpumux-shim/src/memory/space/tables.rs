@@ -120,8 +120,6 @@ pub(crate) struct Pool {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct GraphMemory {
     pub(crate) reserved: u64,
-    /// Allocated and not freed, of which launches that run or wait are a part.
-    pub(crate) used: u64,
     /// It counts as pinned.
     pub(crate) pinned: u64,
 }
@@ -129,11 +127,9 @@ pub(crate) struct GraphMemory {
 impl GraphMemory {
     /// As the driver reports it; `idle`: no work is under way.
     pub(crate) fn new(reserved: u64, used: u64, idle: bool) -> Self {
-        let used = used.min(reserved);
         Self {
             reserved,
-            used,
-            pinned: if idle { used } else { reserved },
+            pinned: if idle { used.min(reserved) } else { reserved },
         }
     }
 }
