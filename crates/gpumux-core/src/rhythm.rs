@@ -1,8 +1,6 @@
 //! When a domain's work comes next, where it comes at regular times: a camera, a control loop, a decoder with a fixed rate.
 
-use std::collections::VecDeque;
-
-use crate::Micros;
+use crate::{Micros, Ring};
 
 /// So many distances between arrivals are remembered, and so many of them must fit.
 const REMEMBERED: usize = 8;
@@ -16,7 +14,7 @@ const PATIENCE: u64 = 3;
 #[derive(Clone, Debug, Default)]
 pub struct Rhythm {
     last: Option<Micros>,
-    distances: VecDeque<Micros>,
+    distances: Ring<Micros, REMEMBERED>,
     /// The usual distance, if there is one.
     period: Option<Micros>,
 }
@@ -28,10 +26,7 @@ impl Rhythm {
     /// Work came after a pause. Times rise.
     pub fn came(&mut self, at: Micros) {
         if let Some(last) = self.last {
-            if self.distances.len() == REMEMBERED {
-                self.distances.pop_front();
-            }
-            self.distances.push_back(at.saturating_sub(last));
+            self.distances.push(at.saturating_sub(last));
             self.period = self.find_period();
         }
         self.last = Some(at);

@@ -60,8 +60,6 @@ pub struct Config {
     /// TCP address where the web page, `/metrics` and the rest of the API can be read by every client that
     /// reaches it; nothing can be changed there. Unset: none.
     pub listen: Option<Listen>,
-    /// Whether timeslices of copy-engine groups follow the class as well.
-    pub copy_engines: bool,
     /// Most processes that may be connected. How many of one user: `max_sessions` of `[defaults]`.
     pub max_sessions: usize,
     /// Exit after so long without a tenant: a number of seconds, or a time such as `"10min"`. Unset: never.
@@ -239,7 +237,6 @@ impl Default for Config {
             mps_control: path("GPUMUX_MPS_CONTROL"),
             emulated: path("GPUMUX_EMU_SOCKET"),
             listen: None,
-            copy_engines: false,
             max_sessions: 4096,
             idle_exit_s: None,
             record: None,

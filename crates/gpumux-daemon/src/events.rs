@@ -1,11 +1,11 @@
 //! What happened lately: the last events, and a way to wait for the next.
 
 use std::{
-    collections::VecDeque,
     sync::{Mutex, PoisonError},
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use gpumux_core::Ring;
 use tokio::sync::watch;
 
 use crate::api::types::{Event, EventKind};
@@ -18,7 +18,7 @@ const MAX_TEXT: usize = 400;
 /// The last events.
 #[derive(Debug)]
 pub(crate) struct Events {
-    ring: Mutex<Ring>,
+    ring: Mutex<Log>,
     /// The number of the last one.
     last: watch::Sender<u64>,
 }
@@ -34,21 +34,19 @@ impl Default for Events {
 
 /// The last events, the latest last; numbered from 1 without a gap.
 #[derive(Debug, Default)]
-struct Ring {
+struct Log {
     number: u64,
-    kept: VecDeque<Event>,
+    kept: Ring<Event, MAX_EVENTS>,
 }
 
-impl Ring {
+impl Log {
     fn push(&mut self, mut event: Event) -> u64 {
         self.number += 1;
         event.number = self.number;
         event
             .text
             .truncate(event.text.floor_char_boundary(MAX_TEXT));
-        self.kept.push_back(event);
-        let surplus = self.kept.len().saturating_sub(MAX_EVENTS);
-        self.kept.drain(..surplus);
+        self.kept.push(event);
         self.number
     }
 
@@ -115,7 +113,7 @@ mod tests {
 
     #[test]
     fn ring_keeps_the_last_events_in_order() {
-        let mut ring = Ring::default();
+        let mut ring = Log::default();
         for n in 1..=MAX_EVENTS as u64 + 10 {
             assert_eq!(ring.push(event("x".repeat(1000))), n);
         }

@@ -9,7 +9,6 @@
 //! took, the daemon gets those that are what they were taken for; with the others it ends. The daemon waits a bounded time.
 
 use std::{
-    collections::BTreeMap,
     io,
     os::{
         fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
@@ -17,7 +16,6 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -33,6 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     peer::{ProcessFd, ProcessId},
+    quota::{self, Quota, Taken},
     receiver::{Place, pair},
     verify::{is_of_driver, leads_to},
 };
@@ -74,49 +73,29 @@ struct Task {
 pub(crate) struct Examiner {
     place: Place,
     /// Looks that have not ended, also those that hang, by the user whose process it is.
-    looks: Arc<Mutex<BTreeMap<u32, usize>>>,
+    looks: Quota,
 }
 
-/// That a look takes place. Ends when its process has ended.
-struct Look {
-    looks: Arc<Mutex<BTreeMap<u32, usize>>>,
-    uid: u32,
-}
-
-impl Look {
-    /// # Errors
-    /// [`io::ErrorKind::QuotaExceeded`] when the user has too many.
-    fn begin(looks: &Arc<Mutex<BTreeMap<u32, usize>>>, uid: u32) -> io::Result<Self> {
-        let mut all = looks.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = all.entry(uid).or_default();
-        if *own >= MOST_LOOKS {
-            let text = format!(
-                "{own} processes that look into processes of user {uid} have not ended: end that user's file systems that do not answer"
-            );
-            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
+/// That a look takes place, until its process has ended.
+///
+/// # Errors
+/// [`io::ErrorKind::QuotaExceeded`] when the user has too many.
+fn begin(looks: &Quota, uid: u32) -> io::Result<quota::Place> {
+    looks.take(uid, |Taken { own, .. }| {
+        let text = format!(
+            "{own} processes that look into processes of user {uid} have not ended: end that user's file systems that do not answer"
+        );
+        match own < MOST_LOOKS {
+            true => Ok(()),
+            false => Err(io::Error::new(io::ErrorKind::QuotaExceeded, text)),
         }
-        *own += 1;
-        let looks = Arc::clone(looks);
-        Ok(Self { looks, uid })
-    }
-}
-
-impl Drop for Look {
-    fn drop(&mut self) {
-        let mut all = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(own) = all.get_mut(&self.uid) {
-            *own -= 1;
-            if *own == 0 {
-                all.remove(&self.uid);
-            }
-        }
-    }
+    })
 }
 
 impl Examiner {
     /// That works there.
     pub(crate) fn new(place: Place) -> Self {
-        let looks = Arc::default();
+        let looks = Quota::default();
         Self { place, looks }
     }
 
@@ -163,7 +142,7 @@ impl Examiner {
         deadline: Instant,
     ) -> io::Result<Vec<(Vec<u8>, Option<OwnedFd>)>> {
         let uid = std::fs::metadata(format!("/proc/{}", process.pid))?.uid();
-        let look = Look::begin(&self.looks, uid)?;
+        let look = begin(&self.looks, uid)?;
         let (own, theirs) = pair(SocketType::SEQPACKET)?;
         let task = encode(&Task { process, question }).map_err(io::Error::other)?;
         send_bytes(&own, &task, &[watch.as_fd()], SendFlags::empty())?;
@@ -329,18 +308,18 @@ mod tests {
 
     #[test]
     fn looks_that_hang_are_bounded_for_each_user() {
-        let looks = Arc::default();
-        let mut hung: Vec<Look> = (0..MOST_LOOKS)
-            .map(|_| Look::begin(&looks, 1000).unwrap())
+        let looks = Quota::default();
+        let mut hung: Vec<quota::Place> = (0..MOST_LOOKS)
+            .map(|_| begin(&looks, 1000).unwrap())
             .collect();
-        let error = Look::begin(&looks, 1000).err().unwrap();
+        let error = begin(&looks, 1000).err().unwrap();
         assert_eq!(error.kind(), io::ErrorKind::QuotaExceeded);
         assert!(error.to_string().contains("user 1000"), "{error}");
-        assert!(Look::begin(&looks, 1001).is_ok(), "of another user");
+        assert!(begin(&looks, 1001).is_ok(), "of another user");
         hung.pop();
-        assert!(Look::begin(&looks, 1000).is_ok());
+        assert!(begin(&looks, 1000).is_ok());
         drop(hung);
-        assert!(looks.lock().unwrap().is_empty());
+        assert_eq!(looks.all(), 0);
     }
 
     #[test]

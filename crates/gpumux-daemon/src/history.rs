@@ -4,12 +4,12 @@
 //! [`MAX_DEVICES`] of devices, which is less than 8 MB.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     sync::{Arc, Mutex, PoisonError},
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use gpumux_core::{Micros, TenantId};
+use gpumux_core::{Micros, Ring, TenantId};
 
 use crate::api::types;
 
@@ -48,21 +48,21 @@ type Sample<const N: usize> = [f32; N];
 
 /// The last samples, one a step.
 #[derive(Clone, Debug)]
-struct Ring<const N: usize> {
+struct Samples<const N: usize> {
     span: Span,
     /// The step after the last one.
     end: u64,
-    samples: VecDeque<Sample<N>>,
+    samples: Ring<Sample<N>, { Span::Hour.samples() }>,
 }
 
-impl<const N: usize> Ring<N> {
+impl<const N: usize> Samples<N> {
     const NONE: Sample<N> = [f32::NAN; N];
 
     fn new(span: Span) -> Self {
         Self {
             span,
             end: 0,
-            samples: VecDeque::new(),
+            samples: Ring::default(),
         }
     }
 
@@ -70,7 +70,7 @@ impl<const N: usize> Ring<N> {
     fn put(&mut self, step: u64, sample: Sample<N>) {
         let gap = step.saturating_sub(self.end);
         match step + 1 == self.end {
-            true => drop(self.samples.pop_back()),
+            true => drop(self.samples.pop()),
             false if step < self.end => return,
             false if self.samples.is_empty() => {}
             false => {
@@ -78,9 +78,8 @@ impl<const N: usize> Ring<N> {
                 self.samples.extend(std::iter::repeat_n(Self::NONE, gap));
             }
         }
-        self.samples.push_back(sample);
-        let surplus = self.samples.len().saturating_sub(self.span.samples());
-        self.samples.drain(..surplus);
+        self.samples.push(sample);
+        self.samples.keep(self.span.samples());
         self.end = step + 1;
     }
 
@@ -98,8 +97,8 @@ impl<const N: usize> Ring<N> {
 /// What is known of one subject at both spans.
 #[derive(Clone, Debug)]
 struct Series<const N: usize> {
-    fine: Ring<N>,
-    coarse: Ring<N>,
+    fine: Samples<N>,
+    coarse: Samples<N>,
     /// The second of the last sample.
     last: u64,
 }
@@ -107,8 +106,8 @@ struct Series<const N: usize> {
 impl<const N: usize> Series<N> {
     fn new() -> Self {
         Self {
-            fine: Ring::new(Span::FiveMinutes),
-            coarse: Ring::new(Span::Hour),
+            fine: Samples::new(Span::FiveMinutes),
+            coarse: Samples::new(Span::Hour),
             last: 0,
         }
     }

@@ -8,7 +8,10 @@ use gpumux_core::{
 };
 use gpumux_wire::Shim;
 
-use crate::scheduler::{Command, Handle, SessionId, Stopped};
+use crate::{
+    link::SessionId,
+    scheduler::{Command, Handle, Stopped},
+};
 
 /// Longest reason of a process that is kept, in bytes.
 const REASON: usize = 200;

@@ -8,7 +8,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::PathBuf,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -32,12 +32,13 @@ use tokio::{
 use crate::{
     config::Config,
     groups::UnauthorizedClient,
-    hold, memory,
+    hold,
+    link::{Link, Links, SessionId, send},
+    memory,
     peer::{Peer, ProcessFd, readable},
+    quota::{Place, Quota},
     receiver::Connection,
-    scheduler::{
-        Command, GroupError, Handle, Launches, Left, Member, Met, NewGroup, SessionId, Stopped,
-    },
+    scheduler::{Command, GroupError, Handle, Launches, Left, Member, Met, NewGroup, Stopped},
     sharing::Sharing,
     tenants::{TenantError, Tenants},
     verify::{self, Rejection, Vendor, verify},
@@ -80,16 +81,10 @@ pub(crate) struct Sessions {
     files: u64,
     hello: Duration,
     made: AtomicU64,
-    users: Mutex<BTreeMap<u32, usize>>,
+    users: Quota,
     rates: Mutex<BTreeMap<TenantId, Weak<Rate>>>,
-    voices: Mutex<BTreeMap<(TenantId, SessionId), Arc<OwnedFd>>>,
+    links: Arc<Links>,
     sharing: Arc<Sharing>,
-}
-
-/// A session's place among the sessions; given back when dropped.
-struct Place {
-    sessions: Arc<Sessions>,
-    uid: u32,
 }
 
 /// Packets that may be sent now, and when that was counted.
@@ -170,6 +165,7 @@ impl Sessions {
         if let Some(why) = lack_of_files(limit.current) {
             tracing::warn!("{why}");
         }
+        let links = Arc::<Links>::default();
         Arc::new(Self {
             tenants,
             scheduler,
@@ -180,20 +176,16 @@ impl Sessions {
             files: limit.current.unwrap_or(u64::MAX),
             hello,
             made: AtomicU64::new(0),
-            users: Mutex::default(),
+            users: Quota::default(),
             rates: Mutex::default(),
-            voices: Mutex::default(),
-            sharing: Arc::default(),
+            sharing: Arc::new(Sharing::new(Arc::clone(&links))),
+            links,
         })
     }
 
     /// How many there are.
     pub(crate) fn count(&self) -> usize {
-        self.users
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .values()
-            .sum()
+        self.users.all()
     }
 
     /// What the sessions of a tenant may send, which they share.
@@ -206,10 +198,6 @@ impl Sessions {
         rate
     }
 
-    fn voices(&self) -> MutexGuard<'_, BTreeMap<(TenantId, SessionId), Arc<OwnedFd>>> {
-        self.voices.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether processes of a tenant share device memory.
     pub(crate) fn shares(&self, tenant: TenantId) -> bool {
         self.sharing.shares(tenant)
@@ -217,13 +205,10 @@ impl Sessions {
 
     /// Notifies a tenant's processes that work is coming. Returns how many were notified.
     pub(crate) fn hint(&self, tenant: TenantId, expected_us: Option<u32>) -> usize {
-        let range = (tenant, SessionId(0))..=(tenant, SessionId(u64::MAX));
         let hint = Daemon::Hint { expected_us };
-        let told = |voice: &&Arc<OwnedFd>| say(voice, &hint);
-        self.voices()
-            .range(range)
-            .map(|(_, voice)| voice)
-            .filter(told)
+        let links = self.links.all().into_iter();
+        links
+            .filter(|it| it.tenant == tenant && it.send(&hint))
             .count()
     }
 
@@ -245,27 +230,22 @@ impl Sessions {
         }
     }
 
-    fn enter(self: &Arc<Self>, socket: &OwnedFd, uid: u32) -> Result<Place, Refusal> {
+    fn enter(&self, socket: &OwnedFd, uid: u32) -> Result<Place, Refusal> {
         self.check_files(socket)?;
-        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = users.values().sum();
-        let own = users.entry(uid).or_default();
-        // Some places are root's: it must be able to see, and to end, the processes that fill the others.
-        let most = match uid {
-            0 => self.max,
-            _ => self.max - self.max / RESERVE,
-        };
-        if all >= most {
-            return Err(Refusal::TooMany(all));
-        }
-        let policy = self.tenants.users.known(uid);
-        if *own >= policy.max_sessions {
-            return Err(Refusal::TooManyOfUser(policy.user.clone(), *own));
-        }
-        *own += 1;
-        Ok(Place {
-            sessions: Arc::clone(self),
-            uid,
+        self.users.take(uid, |taken| {
+            // Some places are root's: it must be able to see, and to end, the processes that fill the others.
+            let most = match uid {
+                0 => self.max,
+                _ => self.max - self.max / RESERVE,
+            };
+            if taken.all >= most {
+                return Err(Refusal::TooMany(taken.all));
+            }
+            let policy = self.tenants.users.known(uid);
+            match taken.own >= policy.max_sessions {
+                true => Err(Refusal::TooManyOfUser(policy.user.clone(), taken.own)),
+                false => Ok(()),
+            }
         })
     }
 
@@ -293,12 +273,12 @@ impl Sessions {
             Ok(()) => {}
             // Its next daemon may want it.
             Err(Refusal::Stopped(_) | Refusal::Tenant(TenantError::Stopped(_))) => {
-                let _ = say(&socket, &Daemon::Bye);
+                let _ = send(&socket, &Daemon::Bye);
             }
             Err(refusal) => {
                 tracing::info!(%refusal, "session refused");
                 let reason = refusal.to_string();
-                let _ = say(&socket, &Daemon::Refused { reason });
+                let _ = send(&socket, &Daemon::Refused { reason });
             }
         }
     }
@@ -331,33 +311,27 @@ impl Sessions {
         };
         let id = SessionId(self.made.fetch_add(1, Ordering::Relaxed));
         let (tenant, name) = self.tenants.join(id, peer, token.as_deref()).await?;
-        let voice = Arc::clone(socket);
-        let speak = Box::new(move |message: &Daemon| say(&voice, message));
-        let page = Arc::new(page);
         // Before the welcome, with which the lease begins: an expiry right after it must be noticed.
-        let met = Box::new(Met::new(tenant, Arc::clone(&page), speak).with_pid(peer.pid));
+        let link = Link::new(id, tenant, peer.pid, page.into(), Arc::clone(socket));
+        let met = Box::new(Met::new(Arc::clone(&link)));
         let welcome = Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: name.clone(),
             memory: true,
         };
-        let lease = self.scheduler.lease().filter(|_| page.revision() >= 1);
+        let lease = self.scheduler.lease().filter(|_| link.page.revision() >= 1);
         let _ = socket::send(socket, &welcome, lease, SendFlags::DONTWAIT);
         tracing::info!(pid = peer.pid, tenant = name, "session");
         let _ = self
             .scheduler
-            .ask(|answer| Command::Meet(id, met, answer))
+            .ask(|answer| Command::Meet(met, answer))
             .await;
-        self.voices().insert((tenant, id), Arc::clone(socket));
-        let library = (socket, page.revision());
-        self.sharing.join(id, tenant, peer, library);
+        self.links.add(&link);
+        self.sharing.join(&link, peer);
         let mut session = Session {
             sessions: self,
-            id,
-            tenant,
-            pid: peer.pid,
+            link,
             process: peer.fd.as_ref(),
-            page,
             keys: BTreeMap::new(),
             rejected: 0,
             refused: BTreeMap::new(),
@@ -376,7 +350,7 @@ impl Sessions {
             result = session.serve(&events) => result,
             _ = ended => Ok(()),
             _ = stop.wait_for(|stop| *stop) => {
-                let _ = say(socket, &Daemon::Bye);
+                let _ = send(socket, &Daemon::Bye);
                 Ok(())
             }
         };
@@ -394,7 +368,7 @@ impl Sessions {
         // Its socket closes a moment before it has ended.
         let alive = !held && !peer.fd.as_ref().is_some_and(|process| process.has_ended());
         tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
-        self.voices().remove(&(tenant, id));
+        self.links.remove(id);
         // Commands are carried out in order: a group that is still on its way is removed by this one.
         let _ = self
             .scheduler
@@ -431,7 +405,7 @@ impl Sessions {
             free,
             total,
         };
-        let _ = say(socket, &seen);
+        let _ = send(socket, &seen);
         Ok(())
     }
 
@@ -452,30 +426,11 @@ impl Sessions {
     }
 }
 
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut users = self
-            .sessions
-            .users
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(own) = users.get_mut(&self.uid) {
-            *own -= 1;
-            if *own == 0 {
-                users.remove(&self.uid);
-            }
-        }
-    }
-}
-
 /// A session that has said hello.
 struct Session<'a> {
     sessions: &'a Sessions,
-    id: SessionId,
-    tenant: TenantId,
-    pid: u32,
+    link: Arc<Link>,
     process: Option<&'a ProcessFd>,
-    page: Arc<Page>,
     /// Its groups: whether each is a compute group.
     keys: BTreeMap<u32, bool>,
     rejected: usize,
@@ -526,7 +481,7 @@ impl Session<'_> {
         file: Option<OwnedFd>,
         socket: &BorrowedFd<'_>,
     ) -> Result<(), Refusal> {
-        let id = self.id;
+        let id = self.link.session;
         let scheduler = &self.sessions.scheduler;
         match packet {
             Shim::Hello { .. } | Shim::Look { .. } => return Err(Refusal::NoHello),
@@ -586,7 +541,7 @@ impl Session<'_> {
             Shim::Unlisted { mut name } => {
                 name.retain(|it| it.is_ascii_alphanumeric() || it == '_');
                 name.truncate(LONGEST_NAME);
-                let tenant = self.tenant;
+                let tenant = self.link.tenant;
                 scheduler
                     .ask(|answer| Command::CalledUnlisted(tenant, name, answer))
                     .await?;
@@ -606,7 +561,7 @@ impl Session<'_> {
                 scheduler.ask(view).await?;
             }
             Shim::Shown { device, total } => {
-                let event = Event::WasShown(self.tenant, device, total);
+                let event = Event::WasShown(self.link.tenant, device, total);
                 scheduler
                     .ask(|answer| Command::Memory(event, answer))
                     .await?;
@@ -640,8 +595,11 @@ impl Session<'_> {
     async fn leave_unmanaged(&self, error: ControlFailure) -> Result<(), Refusal> {
         let rejection = Rejection::Unsupported(error);
         let why = rejection.to_string();
-        tracing::warn!(pid = self.pid, %why, "a process runs unmanaged");
-        self.sessions.tenants.uncontrolled(self.tenant, why).await;
+        tracing::warn!(pid = self.link.pid, %why, "a process runs unmanaged");
+        self.sessions
+            .tenants
+            .uncontrolled(self.link.tenant, why)
+            .await;
         Err(rejection.into())
     }
 
@@ -686,7 +644,7 @@ impl Session<'_> {
     /// Whether work was under way, as far as is known, of a process that shares a compute group.
     fn has_shared_work(&self) -> bool {
         let busy = |key| {
-            let slot = self.page.slot(key);
+            let slot = self.link.page.slot(key);
             slot.is_some_and(|slot| matches!(slot.work(), Work::Busy(_)))
         };
         !self.kept.is_empty() && (0..SLOTS as u32).any(busy)
@@ -703,16 +661,21 @@ impl Session<'_> {
         socket: &BorrowedFd<'_>,
     ) -> Result<(), Refusal> {
         let member = Member {
-            session: self.id,
+            session: self.link.session,
             key,
-            pid: self.pid,
+            pid: self.link.pid,
             handles: (handles.client, handles.group),
         };
         let (vendor, emulated) = (self.sessions.vendor, self.sessions.emulated.clone());
         let examine = move || verify(vendor, file, handles, emulated.as_deref());
         let examined = tokio::task::spawn_blocking(examine).await;
         if shared {
-            match self.sessions.tenants.intruded(self.tenant, self.pid).await {
+            match self
+                .sessions
+                .tenants
+                .intruded(self.link.tenant, self.link.pid)
+                .await
+            {
                 Some(UnauthorizedClient::Seen(group)) => {
                     if let Some(process) = self.process {
                         process.kill();
@@ -743,9 +706,9 @@ impl Session<'_> {
                 let (Rejection::Control(error) | Rejection::Unsupported(error)) = rejection else {
                     return Err(rejection.into());
                 };
-                tracing::warn!(pid = self.pid, %error, "a channel group cannot be managed");
+                tracing::warn!(pid = self.link.pid, %error, "a channel group cannot be managed");
                 self.rejected += 1;
-                let id = self.id;
+                let id = self.link.session;
                 let refused = error.is_answer();
                 let lost = (shared && refused).then_some(key);
                 // The members of an MPS group stay: it is controlled through the others' handles, and those that wait for a lost server
@@ -762,12 +725,12 @@ impl Session<'_> {
         };
         let group = NewGroup {
             member,
-            tenant: self.tenant,
+            tenant: self.link.tenant,
             engine,
             device: verified.device,
             emulated: verified.emulated,
             controls: verified.controls,
-            page: Arc::clone(&self.page),
+            page: Arc::clone(&self.link.page),
             shared,
             timeslice: verified.timeslice,
             default,
@@ -783,7 +746,7 @@ impl Session<'_> {
             Mechanism::Controls => false,
             Mechanism::Launches => true,
         };
-        chosen && !shared && self.page.revision() >= PERMITS
+        chosen && !shared && self.link.page.revision() >= PERMITS
     }
 
     /// Has the process wait before it launches in a group, whose controls are not used.
@@ -818,7 +781,7 @@ impl Session<'_> {
             let order = Daemon::Permits { key };
             socket::send(socket, &order, Some(file.as_fd()), SendFlags::DONTWAIT)
                 .map_err(Refusal::Packet)?;
-            tracing::info!(pid = self.pid, why, "its launches are scheduled");
+            tracing::info!(pid = self.link.pid, why, "its launches are scheduled");
         }
         Ok(())
     }
@@ -833,18 +796,18 @@ impl Session<'_> {
         } = offered;
         let group = NewGroup {
             member: Member {
-                session: self.id,
+                session: self.link.session,
                 key,
-                pid: self.pid,
+                pid: self.link.pid,
                 // The driver has confirmed none. Its clients have far higher numbers than sessions.
-                handles: (self.id.0 as u32, key),
+                handles: (self.link.session.0 as u32, key),
             },
-            tenant: self.tenant,
+            tenant: self.link.tenant,
             engine: gpumux_rm::layout::engine::GR0,
             device: offered.device.unwrap_or(device),
             emulated: self.sessions.emulated.is_some(),
             controls: launches.controls(default.0),
-            page: Arc::clone(&self.page),
+            page: Arc::clone(&self.link.page),
             shared: false,
             timeslice: default,
             default,
@@ -886,11 +849,6 @@ async fn receive(events: &Events<'_>) -> Result<Option<(Shim, Option<OwnedFd>)>,
             Err(_would_block) => {}
         }
     }
-}
-
-/// Tells the other side something, unless it does not listen. Whether it was sent.
-pub(crate) fn say(socket: &OwnedFd, message: &Daemon) -> bool {
-    socket::send(socket, message, None, SendFlags::DONTWAIT).is_ok()
 }
 
 #[cfg(test)]

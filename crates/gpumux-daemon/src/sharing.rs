@@ -2,9 +2,7 @@
 //! sent to the sessions. The memory passes through here as files, which are kept only until the opener's socket takes them.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
-    io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -16,18 +14,16 @@ use gpumux_core::{
 use gpumux_wire::{
     Daemon, Shim,
     message::{INTRODUCTION, Piece},
-    socket,
 };
-use rustix::net::{SendFlags, Shutdown};
 use tokio::time::Instant;
 
-use crate::{peer::Peer, scheduler::SessionId};
+use crate::{
+    link::{Link, Links, SessionId},
+    peer::Peer,
+};
 
 /// How often a task looks for requests that got no answer, and for room in full sockets.
 const LOOK: Duration = Duration::from_millis(100);
-
-/// Most messages that wait for room in a socket: several for each export of a tenant. A session with more ends.
-const MOST_UNSENT: usize = 1 << 14;
 
 /// All sessions that may share memory.
 pub(crate) struct Sharing {
@@ -38,17 +34,9 @@ pub(crate) struct Sharing {
 #[derive(Default)]
 struct State {
     exports: Exports,
-    peers: BTreeMap<u64, Member>,
+    links: Arc<Links>,
     /// A task ends the requests that get no answer, and sends what full sockets have not taken.
     watched: bool,
-}
-
-struct Member {
-    socket: Arc<OwnedFd>,
-    /// Of its library.
-    revision: u32,
-    /// What its full socket has not taken yet.
-    unsent: VecDeque<(Daemon, Option<OwnedFd>)>,
 }
 
 /// The name of a process. One that the daemon does not see, in a pid namespace of its own, is another one with every session.
@@ -59,16 +47,18 @@ fn process(peer: &Peer, session: SessionId) -> Process {
     }
 }
 
-impl Default for Sharing {
-    fn default() -> Self {
+impl Sharing {
+    pub(crate) fn new(links: Arc<Links>) -> Self {
+        let state = State {
+            links,
+            ..State::default()
+        };
         Self {
-            state: Mutex::default(),
+            state: state.into(),
             began: Instant::now(),
         }
     }
-}
 
-impl Sharing {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -82,25 +72,11 @@ impl Sharing {
         self.state().exports.shares(tenant)
     }
 
-    /// A session begins, with a library of this revision.
-    pub(crate) fn join(
-        &self,
-        session: SessionId,
-        tenant: TenantId,
-        peer: &Peer,
-        (socket, revision): (&Arc<OwnedFd>, u32),
-    ) {
+    /// A session begins.
+    pub(crate) fn join(&self, link: &Link, peer: &Peer) {
         let mut state = self.state();
-        let socket = Arc::clone(socket);
-        let member = Member {
-            socket,
-            revision,
-            unsent: VecDeque::new(),
-        };
-        state.peers.insert(session.0, member);
-        state
-            .exports
-            .join(session.0, tenant, process(peer, session));
+        let process = process(peer, link.session);
+        state.exports.join(link.session.0, link.tenant, process);
     }
 
     /// A packet about shared memory; others are ignored.
@@ -169,7 +145,7 @@ impl Sharing {
         let mut state = self.state();
         let commands = state.exports.give_up(now);
         state.carry_out(commands, None);
-        state.peers.values_mut().for_each(Member::flush);
+        state.links.all().iter().for_each(|it| it.flush());
         state.watched = state.has_more();
         state.watched
     }
@@ -184,7 +160,6 @@ impl Sharing {
     ) -> Option<Process> {
         let process = process(peer, session);
         let mut state = self.state();
-        state.peers.remove(&session.0);
         let mut commands = state.exports.left(session.0);
         if !alive {
             commands.extend(state.exports.ended(process));
@@ -206,21 +181,24 @@ impl Sharing {
 impl State {
     /// Whether a request may be given up, or something is unsent.
     fn has_more(&self) -> bool {
-        let mut peers = self.peers.values();
-        self.exports.next_due().is_some() || peers.any(|it| !it.unsent.is_empty())
+        self.exports.next_due().is_some() || self.links.all().iter().any(|it| it.has_unsent())
     }
 
     /// The process may pass the token on.
-    fn answer(&mut self, session: u64, ticket: u32) {
-        if let Some(member) = self.peers.get_mut(&session) {
-            member.send(Daemon::Exported { ticket }, None);
+    fn answer(&self, session: u64, ticket: u32) {
+        self.send(session, Daemon::Exported { ticket }, None);
+    }
+
+    fn send(&self, to: u64, message: Daemon, file: Option<OwnedFd>) {
+        if let Some(link) = self.links.find(SessionId(to)) {
+            link.send_in_order(message, file);
         }
     }
 
     /// Whether a session's library knows what this revision added.
     fn knows(&self, session: u64, revision: u32) -> bool {
-        let member = self.peers.get(&session);
-        member.is_some_and(|it| it.revision >= revision)
+        let link = self.links.find(SessionId(session));
+        link.is_some_and(|it| it.page.revision() >= revision)
     }
 
     fn carry_out(&mut self, commands: Vec<Command>, mut found: Option<(Piece, OwnedFd)>) {
@@ -248,51 +226,7 @@ impl State {
                 Command::Unshared { to, token } => (to, Daemon::Unshared { token }, None),
                 Command::Orphaned { to, token } => (to, Daemon::Orphaned { token }, None),
             };
-            if let Some(member) = self.peers.get_mut(&to) {
-                member.send(message, file);
-            }
-        }
-    }
-}
-
-impl Member {
-    fn send(&mut self, message: Daemon, file: Option<OwnedFd>) {
-        if self.unsent.len() >= MOST_UNSENT {
-            // The introduction of the next session makes it good.
-            let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
-            self.unsent.clear();
-            return;
-        }
-        self.unsent.push_back((message, file));
-        self.flush();
-    }
-
-    /// Sends what the socket takes, in order.
-    fn flush(&mut self) {
-        while let Some((message, file)) = self.unsent.front() {
-            let file = file.as_ref().map(AsFd::as_fd);
-            match socket::send(&self.socket, message, file, SendFlags::DONTWAIT) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(error) => match *message {
-                    // A file may be refused. The program that waits for it shall get its error.
-                    Daemon::Piece {
-                        ticket,
-                        piece: Some(_),
-                    } => {
-                        tracing::warn!(%error, "a piece of shared memory cannot be passed on");
-                        let refused = Daemon::Piece {
-                            ticket,
-                            piece: None,
-                        };
-                        self.unsent[0] = (refused, None);
-                        continue;
-                    }
-                    // The session is at its end: the next one's introduction makes it good.
-                    _ => tracing::debug!(%error, ?message, "a message about shared memory is lost"),
-                },
-                Ok(()) => {}
-            }
-            self.unsent.pop_front();
+            self.send(to, message, file);
         }
     }
 }

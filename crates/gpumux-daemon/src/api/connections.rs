@@ -1,13 +1,12 @@
 //! Connections to the API: whose they are, how many a user may have, and how long one may be slow.
 
 use std::{
-    collections::BTreeMap,
     future::Future,
     io,
     net::IpAddr,
     os::{fd::OwnedFd, unix::net::UnixListener},
     pin::Pin,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -32,6 +31,7 @@ use tokio::{
 use super::refused::Refused;
 use crate::{
     paths,
+    quota::{Place, Quota},
     receiver::{Connection, STALLED, unavailable},
 };
 
@@ -50,7 +50,7 @@ pub(crate) async fn serve(
     mut arrivals: mpsc::Receiver<Connection>,
     mut stop: watch::Receiver<bool>,
 ) {
-    let users: Arc<Mutex<BTreeMap<u32, usize>>> = Arc::default();
+    let users = Quota::default();
     loop {
         let arrived = tokio::select! {
             arrived = arrivals.recv() => arrived,
@@ -62,7 +62,7 @@ pub(crate) async fn serve(
         let Ok(mut stream) = UnixStream::from_std(socket.into()) else {
             continue;
         };
-        let Some(place) = Place::take(&users, peer.uid) else {
+        let Ok(place) = take(&users, peer.uid) else {
             refuse(&mut stream).await;
             continue;
         };
@@ -94,7 +94,7 @@ pub(crate) async fn serve_router(
     stopped: impl Future<Output = ()>,
 ) {
     tokio::pin!(stopped);
-    let users: Arc<Mutex<BTreeMap<u32, usize>>> = Arc::default();
+    let users = Quota::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -105,7 +105,7 @@ pub(crate) async fn serve_router(
             continue;
         };
         // All of them count as one user.
-        let Some(place) = Place::take(&users, u32::MAX) else {
+        let Ok(place) = take(&users, u32::MAX) else {
             refuse(&mut stream).await;
             continue;
         };
@@ -221,37 +221,19 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
     }
 }
 
-/// A connection's place among its user's; given back when dropped.
-struct Place(Arc<Mutex<BTreeMap<u32, usize>>>, u32);
-
-impl Place {
-    fn take(users: &Arc<Mutex<BTreeMap<u32, usize>>>, uid: u32) -> Option<Self> {
-        let mut table = users.lock().unwrap_or_else(PoisonError::into_inner);
-        let all: usize = table.values().sum();
-        let own = table.entry(uid).or_default();
-        // Root must be able to see, and to end, the processes that fill the others.
-        let (most_own, most) = match uid {
-            0 => (usize::MAX, MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2),
-            _ => (MAX_CONNECTIONS.0, MAX_CONNECTIONS.1),
-        };
-        if *own >= most_own || all >= most {
-            return None;
+/// A connection's place among its user's; none when too many are taken.
+fn take(users: &Quota, uid: u32) -> Result<Place, ()> {
+    // Root must be able to see, and to end, the processes that fill the others.
+    let (most_own, most) = match uid {
+        0 => (usize::MAX, CONNECTIONS),
+        _ => (MAX_CONNECTIONS.0, MAX_CONNECTIONS.1),
+    };
+    users.take(uid, |taken| {
+        match taken.own < most_own && taken.all < most {
+            true => Ok(()),
+            false => Err(()),
         }
-        *own += 1;
-        Some(Self(Arc::clone(users), uid))
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(own) = table.get_mut(&self.1) {
-            *own -= 1;
-            if *own == 0 {
-                table.remove(&self.1);
-            }
-        }
-    }
+    })
 }
 
 /// Listens where the API shall be.
@@ -275,8 +257,8 @@ mod tests {
 
     #[test]
     fn users_who_fill_all_places_leave_some_to_root() {
-        let users = Arc::default();
-        let most = |uid| std::iter::from_fn(|| Place::take(&users, uid)).collect::<Vec<_>>();
+        let users = Quota::default();
+        let most = |uid| std::iter::from_fn(|| take(&users, uid).ok()).collect::<Vec<_>>();
         let of_users: Vec<_> = (1000..1010).map(most).collect();
         let places: Vec<usize> = of_users.iter().map(Vec::len).collect();
         assert_eq!(places, [256, 256, 256, 256, 0, 0, 0, 0, 0, 0]);
@@ -323,13 +305,13 @@ mod tests {
         for sent in ["", "GET / HT", whole] {
             let (mut client, server) = tokio::io::duplex(1024);
             client.write_all(sent.as_bytes()).await.unwrap();
-            let users = Arc::default();
-            let place = Place::take(&users, 1).unwrap();
+            let users = Quota::default();
+            let place = take(&users, 1).unwrap();
             let service = TowerToHyperService::new(router.clone());
             let served = converse(server, service, place, Duration::from_millis(10));
             let ended = tokio::time::timeout(HEADERS, served).await;
             assert!(ended.is_ok(), "{sent:?}");
-            assert!(users.lock().unwrap().is_empty());
+            assert!(users.all() == 0);
             let mut answer = String::new();
             client.read_to_string(&mut answer).await.unwrap();
             assert_eq!(answer.contains("here"), sent == whole, "{answer}");

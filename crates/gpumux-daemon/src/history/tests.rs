@@ -106,7 +106,7 @@ proptest! {
 
     #[test]
     fn ring_keeps_the_last_steps(steps in proptest::collection::vec(0..2000u64, 1..200)) {
-        let mut ring: Ring<1> = Ring::new(Span::FiveMinutes);
+        let mut ring: Samples<1> = Samples::new(Span::FiveMinutes);
         let mut model = BTreeMap::new();
         for (n, step) in steps.iter().enumerate() {
             if model.last_key_value().is_none_or(|(last, _)| last <= step) {

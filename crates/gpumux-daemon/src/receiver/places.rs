@@ -1,6 +1,8 @@
 //! How many connections may have a relay, and whose.
 
-use std::{collections::BTreeMap, io};
+use std::io;
+
+use crate::quota::{Place, Quota};
 
 /// A user that has fewer has few: for those, one place in [`KEPT_FOR_FEW`] is kept.
 const FEW: usize = 16;
@@ -33,14 +35,14 @@ pub(super) enum Refusal {
 #[derive(Debug)]
 pub(super) struct Places {
     limit: usize,
-    users: BTreeMap<u32, usize>,
+    users: Quota,
 }
 
 impl Places {
     pub(super) fn new(limit: usize) -> Self {
         Self {
             limit,
-            users: BTreeMap::new(),
+            users: Quota::default(),
         }
     }
 
@@ -48,31 +50,22 @@ impl Places {
     ///
     /// # Errors
     /// When the user, or all together, have as many as they may.
-    pub(super) fn take(&mut self, uid: u32) -> Result<(), Refusal> {
-        let all: usize = self.users.values().sum();
-        let own = self.users.get(&uid).copied().unwrap_or(0);
-        let kept = match own {
-            _ if uid == 0 => 0,
-            own if own < FEW => self.limit / KEPT_FOR_ROOT,
-            _ => self.limit / KEPT_FOR_FEW,
-        };
-        if uid != 0 && own >= self.limit / OF_ONE {
-            return Err(Refusal::OfUser { uid, own });
-        }
-        if all >= self.limit - kept {
-            return Err(Refusal::OfAll(all));
-        }
-        self.users.insert(uid, own + 1);
-        Ok(())
-    }
-
-    /// Gives a place back.
-    pub(super) fn give_back(&mut self, uid: u32) {
-        let own = self.users.get(&uid).copied().unwrap_or(0);
-        match own {
-            0 | 1 => self.users.remove(&uid),
-            _ => self.users.insert(uid, own - 1),
-        };
+    pub(super) fn take(&self, uid: u32) -> Result<Place, Refusal> {
+        self.users.take(uid, |taken| {
+            let own = taken.own;
+            let kept = match own {
+                _ if uid == 0 => 0,
+                own if own < FEW => self.limit / KEPT_FOR_ROOT,
+                _ => self.limit / KEPT_FOR_FEW,
+            };
+            if uid != 0 && own >= self.limit / OF_ONE {
+                return Err(Refusal::OfUser { uid, own });
+            }
+            match taken.all < self.limit - kept {
+                true => Ok(()),
+                false => Err(Refusal::OfAll(taken.all)),
+            }
+        })
     }
 }
 
@@ -80,35 +73,38 @@ impl Places {
 mod tests {
     use super::*;
 
-    fn fill(places: &mut Places, uid: u32) -> usize {
-        std::iter::repeat_with(|| places.take(uid))
-            .take_while(Result::is_ok)
-            .count()
+    fn fill(places: &Places, uid: u32) -> Vec<Place> {
+        std::iter::from_fn(|| places.take(uid).ok()).collect()
     }
 
     #[test]
     fn one_user_gets_half_and_root_the_rest() {
-        let mut places = Places::new(160);
-        assert_eq!(fill(&mut places, 1000), 80);
+        let places = Places::new(160);
+        let mut users = fill(&places, 1000);
+        assert_eq!(users.len(), 80);
         let refusal = places.take(1000).unwrap_err().to_string();
         assert!(
             refusal.starts_with("user 1000 has 80 connections"),
             "{refusal}"
         );
-        assert_eq!(fill(&mut places, 0), 80);
-        places.give_back(1000);
-        assert!(places.take(0).is_ok() && places.take(1000).is_err());
+        let roots = fill(&places, 0);
+        assert_eq!(roots.len(), 80);
+        users.pop();
+        assert!(places.take(1000).is_err());
+        assert!(places.take(0).is_ok());
     }
 
     #[test]
     fn users_with_few_and_root_find_places_beside_full_ones() {
-        let mut places = Places::new(1600);
-        assert_eq!(fill(&mut places, 1000), 800);
-        assert_eq!(fill(&mut places, 1001), 600, "an eighth is kept");
+        let places = Places::new(1600);
+        let first = fill(&places, 1000);
+        assert_eq!(first.len(), 800);
+        let second = fill(&places, 1001);
+        assert_eq!(second.len(), 600, "an eighth is kept");
         let refusal = places.take(1001).unwrap_err().to_string();
         assert!(refusal.starts_with("1400 connections"), "{refusal}");
-        let few: Vec<usize> = (2000..2008).map(|uid| fill(&mut places, uid)).collect();
+        let few: Vec<_> = (2000..2008).map(|uid| fill(&places, uid)).collect();
+        let few = few.iter().map(Vec::len).collect::<Vec<_>>();
         assert_eq!(few, [16, 16, 16, 16, 16, 16, 4, 0], "a sixteenth is root's");
-        assert_eq!(fill(&mut places, 0), 100);
     }
 }

@@ -31,7 +31,10 @@ use super::{
     refused::{self, Pair, Refused},
     relay::Relay,
 };
-use crate::peer::{NOBODY, credentials, pidfd};
+use crate::{
+    peer::{NOBODY, credentials, pidfd},
+    quota,
+};
 
 /// User and group that no other process has: one of the same user could stop or kill this one. Linux distributions and container
 /// runtimes give out no ids above 2^31 (systemd's table of users and groups).
@@ -102,8 +105,8 @@ fn processes() -> usize {
 
 /// What a child is.
 enum Role {
-    /// A relay for a connection of this user.
-    Relay(u32),
+    /// A relay for a connection that has this place.
+    Relay(quota::Place),
     Closer(Pair),
 }
 
@@ -156,7 +159,7 @@ impl Receiving {
         }
         for child in self.children.ended() {
             match child {
-                Role::Relay(uid) => self.places.give_back(uid),
+                Role::Relay(place) => drop(place),
                 Role::Closer(pair) => self.refused.give_back(pair),
             }
         }
@@ -196,13 +199,8 @@ impl Receiving {
             Kind::Session => SocketType::SEQPACKET,
             Kind::Api => SocketType::STREAM,
         };
-        let ends = (self.places.take(uid)).and_then(|()| {
-            pair(packets).map_err(|error| {
-                self.places.give_back(uid);
-                error.into()
-            })
-        });
-        let (daemon, theirs) = match ends {
+        let ends = (self.places.take(uid)).and_then(|place| Ok((place, pair(packets)?)));
+        let (place, (daemon, theirs)) = match ends {
             Ok(ends) => ends,
             Err(refusal) => return self.refuse(user, kind, &refusal),
         };
@@ -216,8 +214,7 @@ impl Receiving {
         files.extend(pidfd.as_ref().map(AsFd::as_fd));
         // A relay that had the daemon's end would not see it close.
         let unneeded = self.unneeded(&files);
-        if let Err((error, relay, _)) = self.children.start(relay, &unneeded, Role::Relay(uid)) {
-            self.places.give_back(uid);
+        if let Err((error, relay, _)) = self.children.start(relay, &unneeded, Role::Relay(place)) {
             return self.refuse(relay.user, kind, &error.into());
         }
         let arrival = Report::Arrival { kind, pid, uid };

@@ -9,9 +9,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_wire::page::Page;
-
-use super::model::SessionId;
+use crate::link::{Link, SessionId};
 
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(40);
@@ -33,8 +31,7 @@ struct State {
 }
 
 struct Watched {
-    page: Arc<Page>,
-    pid: u32,
+    link: Arc<Link>,
     noticed_after_ms: Option<u64>,
 }
 
@@ -50,13 +47,12 @@ impl Alarm {
     }
 
     /// Watches a process from now on.
-    pub(super) fn watch(&self, session: SessionId, page: Arc<Page>, pid: u32) {
+    pub(super) fn watch(&self, link: &Arc<Link>) {
         let watched = Watched {
-            page,
-            pid,
+            link: Arc::clone(link),
             noticed_after_ms: None,
         };
-        self.0.state().watched.insert(session, watched);
+        self.0.state().watched.insert(link.session, watched);
         self.0.changed.notify_one();
     }
 
@@ -103,10 +99,10 @@ impl Shared {
 
 impl Watched {
     fn look(&mut self) {
-        let error = self.page.fault();
+        let error = self.link.page.fault();
         if error != 0 && self.noticed_after_ms.is_none() {
-            self.noticed_after_ms = self.page.fault_age_ms();
-            let (pid, after_ms) = (self.pid, self.noticed_after_ms);
+            self.noticed_after_ms = self.link.page.fault_age_ms();
+            let (pid, after_ms) = (self.link.pid, self.noticed_after_ms);
             tracing::info!(
                 pid,
                 error,
@@ -119,7 +115,12 @@ impl Watched {
 
 #[cfg(test)]
 mod tests {
+    use gpumux_core::TenantId;
+    use gpumux_wire::page::Page;
+    use rustix::net::SocketType;
+
     use super::*;
+    use crate::receiver::pair;
 
     #[test]
     fn an_error_is_noticed_without_the_scheduling_thread() {
@@ -128,7 +129,9 @@ mod tests {
         let (page, _file) = Page::create().unwrap();
         let page = Arc::new(page);
         let id = SessionId(1);
-        alarm.watch(id, Arc::clone(&page), 7);
+        let (socket, _process) = pair(SocketType::SEQPACKET).unwrap();
+        let link = Link::new(id, TenantId(1), 7, Arc::clone(&page), socket.into());
+        alarm.watch(&link);
         thread::sleep(LOOK);
         assert_eq!(alarm.noticed_after_ms(id), None);
         page.set_fault(719);

@@ -13,7 +13,7 @@ use super::{
     domain::NewGroup,
     engine::{Engine, GroupError},
     held::Left,
-    model::{Answer, Happening, Owner, SessionId},
+    model::{Answer, Happening, Owner},
     process::Met,
     record::History,
     relocation::Relocate,
@@ -22,6 +22,7 @@ use super::{
 use crate::{
     devices::{Known, Numbers},
     failure::{Crash, Failure},
+    link::SessionId,
 };
 
 /// One thing to do on the scheduling thread. Commands are carried out in the order in which they were sent; each is answered when it
@@ -100,7 +101,7 @@ pub(crate) enum Command {
 
     // ---- Sessions
     /// A process has connected. Before anything else of its session.
-    Meet(SessionId, Box<Met>, Answer<()>),
+    Meet(Box<Met>, Answer<()>),
     /// A process announced a group, which is under control from now on; `replaces`: another under the same key is gone.
     Add {
         group: NewGroup,
@@ -240,8 +241,8 @@ impl Command {
                 send(answer, ());
             }
 
-            Self::Meet(session, met, answer) => {
-                engine.meet(session, *met);
+            Self::Meet(met, answer) => {
+                engine.meet(*met);
                 send(answer, ());
             }
             Self::Add {

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, io, sync::Arc};
 
-use gpumux_core::{Demand, Micros};
+use gpumux_core::{Demand, Micros, Ring};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
@@ -10,11 +10,13 @@ use super::{
     device::Device,
     domain::Domain,
     held::{Held, STAY},
-    model::SessionId,
     process::Met,
     state::State,
 };
-use crate::failure::{Crash, Failure};
+use crate::{
+    failure::{Crash, Failure},
+    link::{Link, SessionId},
+};
 
 /// How long after a process left a group a fault there may be of its making: this much longer than its memory is held.
 const AFTERMATH: Micros = Micros::from_secs(1);
@@ -37,7 +39,7 @@ struct Ended {
 pub(super) struct Crashes {
     alarm: Alarm,
     /// Processes in groups that ended lately: others of their groups may fail by it.
-    ended: Vec<Ended>,
+    ended: Ring<Ended, MAX_ENDED>,
     /// Where crashes in groups are reported.
     tell: Option<UnboundedSender<Failure>>,
 }
@@ -57,8 +59,8 @@ impl Crashes {
     }
 
     /// A process has connected.
-    pub(super) fn watch(&self, session: SessionId, met: &Met) {
-        self.alarm.watch(session, Arc::clone(&met.page), met.pid);
+    pub(super) fn watch(&self, link: &Arc<Link>) {
+        self.alarm.watch(link);
     }
 
     /// Its session has ended.
@@ -68,7 +70,7 @@ impl Crashes {
 
     /// What a process left in a group of this device is held no longer: a fault there may be of its making for a while.
     pub(super) fn released(&mut self, device: &Device, held: &Held, now: Micros) {
-        for it in &mut self.ended {
+        for it in self.ended.iter_mut() {
             if device.group_named(&it.crash.group) == Some(held.group()) {
                 it.matters_until = it.matters_until.max(now + AFTERMATH);
             }
@@ -128,7 +130,7 @@ impl Crashes {
         });
         let now = state.now();
         let held = state.devices.values().any(|device| device.holds(group));
-        let left = self.ended.extract_if(.., |it| *it.crash.group == *group);
+        let left = self.ended.take(|it| *it.crash.group == *group).into_iter();
         let left = left.filter(|it| held || now < it.matters_until);
         all.extend(left.map(|it| Crash {
             ended_ms: Some(now.saturating_sub(it.at).0 / 1000),
@@ -152,8 +154,6 @@ impl Crashes {
             matters_until: now + LATELY,
             crash,
         }));
-        let surplus = self.ended.len().saturating_sub(MAX_ENDED);
-        self.ended.drain(..surplus);
     }
 
     /// Processes in groups that are `so`, each once. They want the device no more.

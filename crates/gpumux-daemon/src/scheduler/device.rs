@@ -17,10 +17,10 @@ use gpumux_rm::{Cause, ControlFailure};
 use super::{
     domain::{self, Domain},
     held::Held,
-    model::{Clock, Reaper, SessionId},
+    model::{Clock, Reaper},
     record::{Durations, Record, Totals, What},
 };
-use crate::api::types::ControlCost;
+use crate::{api::types::ControlCost, link::SessionId};
 
 /// How often slices are read back, and shares are counted anew.
 const CHECK: Micros = Micros::from_secs(1);

@@ -9,10 +9,10 @@ use gpumux_rm::Controls;
 use gpumux_wire::page::{Arrival, Page, Slot, Work};
 
 use super::{
-    model::SessionId,
     permits::Launches,
     record::{Now, Totals, Who},
 };
+use crate::link::SessionId;
 
 /// Which group of which process.
 #[derive(Clone, Debug, PartialEq, Eq)]

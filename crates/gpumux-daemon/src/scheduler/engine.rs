@@ -17,14 +17,13 @@ use gpumux_rm::layout::engine::GR0;
 
 use super::{
     admission::Admission,
-    copies::Copies,
     crashes::Crashes,
     device::Device,
     domain::{Domain, Member, NewGroup},
     expiry::{Due, Expiry},
     held::Left,
     memory::{self, MemoryMoves},
-    model::{Clock, Owner, Reaper, Relocation, SessionId},
+    model::{Clock, Owner, Reaper, Relocation},
     process::Met,
     record::{Counted, Durations, Now, What},
     recording::Recording,
@@ -32,7 +31,7 @@ use super::{
     state::State,
     tamper::Tampers,
 };
-use crate::{api::types, config::Config, failure::Crash};
+use crate::{api::types, config::Config, failure::Crash, link::SessionId};
 
 /// The scheduling thread's own.
 pub(crate) struct Engine {
@@ -44,7 +43,6 @@ pub(crate) struct Engine {
     pub(super) moves: MemoryMoves,
     pub(super) tampers: Tampers,
     pub(super) crashes: Crashes,
-    copies: Copies,
     /// Tenants on their way to another device.
     pub(super) relocations: BTreeMap<TenantId, Relocation>,
     /// Driver calls of a tenant's processes that their library does not know.
@@ -91,7 +89,6 @@ impl Engine {
             moves: MemoryMoves::new(&config.host_memory),
             tampers: Tampers::new(config.tampering),
             crashes: Crashes::default(),
-            copies: Copies::default(),
             config,
             renewal,
             relocations: BTreeMap::new(),
@@ -202,7 +199,6 @@ impl Engine {
         self.admits(tenant, owner, devices, &spec)?;
         self.expiry.holds(tenant);
         self.take_spec(tenant, spec);
-        self.set_copy_slices();
         Ok(())
     }
 
@@ -288,14 +284,6 @@ impl Engine {
         let _ = self.put_spec(tenant, spec);
     }
 
-    /// Lets the timeslices of copy groups follow their tenants' classes, if that is configured.
-    fn set_copy_slices(&mut self) {
-        if self.config.copy_engines {
-            let tenants = &self.state.tenants;
-            self.copies.follow(|id| Some(tenants.get(&id)?.class));
-        }
-    }
-
     /// The tenant's processes share the group of this name, as far as they use its MPS server.
     pub(super) fn place(&mut self, tenant: TenantId, group: Arc<str>) {
         self.state.placed.insert(tenant, group);
@@ -326,10 +314,11 @@ impl Engine {
     // ---- Processes and their groups
 
     /// A process has connected.
-    pub(super) fn meet(&mut self, session: SessionId, mut met: Met) {
+    pub(super) fn meet(&mut self, mut met: Met) {
+        let session = met.session;
         met.began = self.state.ago(met.made);
         let joined = Event::Joined(ProcessId(session.0), met.tenant);
-        self.crashes.watch(session, &met);
+        self.crashes.watch(&met.link);
         self.state.sessions.insert(session, met);
         self.moves.greet(&self.state, session);
         self.memory_event(joined);
@@ -368,8 +357,8 @@ impl Engine {
             renewal: Arc::clone(&self.renewal),
         });
         if group.engine != GR0 {
-            self.copies.add(group);
-            self.set_copy_slices();
+            // Copies are not scheduled: one cannot be frozen in its middle.
+            let _ = self.state.reaper.send(Box::new(group.controls));
             return Ok(());
         }
         let policy = self.config.policy_of(&group.device);
@@ -437,17 +426,13 @@ impl Engine {
 
     /// The group of these handles on a device, if some process has announced it.
     fn announced(&self, device: &str, handles: (u32, u32)) -> Option<Member> {
-        let domains = self.state.devices.get(device).map(|it| it.domains.values());
-        let domains = domains.into_iter().flatten().map(|it| &it.member);
-        let mut members = domains.chain(self.copies.members(device));
+        let domains = self.state.devices.get(device)?.domains.values();
+        let mut members = domains.map(|it| &it.member);
         members.find(|it| it.handles == handles).cloned()
     }
 
     /// The channels of a group are now these.
     pub(super) fn set_channels(&mut self, session: SessionId, key: u32, channels: Vec<u32>) {
-        let Some(channels) = self.copies.set_channels(session, key, channels) else {
-            return;
-        };
         let now = self.state.now();
         if let Some((device, id)) = self.state.find(session, key)
             && let Some(device) = self.state.devices.get_mut(&device)
@@ -578,7 +563,6 @@ impl Engine {
                 .ended
                 .retain(|id, _| self.state.tenants.contains_key(id));
         }
-        (self.copies).remove(session, key, alive, &self.state.reaper);
         self.count_contexts(session);
     }
 
@@ -613,6 +597,5 @@ impl Engine {
                 domain.restore(known);
             }
         }
-        self.copies.restore();
     }
 }

@@ -6,7 +6,7 @@ use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 use gpumux_core::{DomainId, Micros, QUEUED};
 use gpumux_rm::Controls;
 
-use super::model::SessionId;
+use crate::link::SessionId;
 
 /// How much time on the device a group gets to end kernels that a process left behind.
 pub(crate) const STAY: Duration = Duration::from_micros(QUEUED.0);

@@ -16,12 +16,12 @@ use gpumux_core::{
 use gpumux_wire::Daemon;
 
 use super::{
-    model::{Answer, Happening, SessionId},
+    model::{Answer, Happening},
     record::What,
     recording::Recording,
     state::State,
 };
-use crate::{api::types, config::HostMemory};
+use crate::{api::types, config::HostMemory, link::SessionId};
 
 /// The log says not more often than this that the host is full.
 const HOST_FULL_PAUSE: Micros = Micros::from_secs(60);

@@ -5,13 +5,12 @@
 //! process ends: that closes every session, upon which the tenants' agents thaw themselves. If it stands still,
 //! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
 //!
-//! `model`, `record` ← `domain`, `process`, `held`, `renewal`, `alarm` ← `device`, `copies` ← `launches`, `state` ← `admission`, `expiry`, `foreign`,
+//! `model`, `record` ← `domain`, `process`, `held`, `renewal`, `alarm` ← `device` ← `launches`, `state` ← `admission`, `expiry`, `foreign`,
 //! `tamper`, `crashes`, `memory` ← `engine` ← `step`, `view`, `relocation` ← `command` ← `thread`.
 
 mod admission;
 mod alarm;
 mod command;
-mod copies;
 mod crashes;
 mod device;
 mod domain;
@@ -41,7 +40,7 @@ pub(crate) use domain::{Member, NewGroup};
 pub(crate) use engine::GroupError;
 pub(crate) use gpumux_core::controller::AWAY;
 pub(crate) use held::{Left, STAY};
-pub(crate) use model::{Happening, Owner, SessionId};
+pub(crate) use model::{Happening, Owner};
 pub(crate) use permits::Launches;
 pub(crate) use process::Met;
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};

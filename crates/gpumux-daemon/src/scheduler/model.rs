@@ -12,9 +12,7 @@ use gpumux_core::{
 };
 use tokio::sync::oneshot;
 
-/// One connection of a tenant's process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct SessionId(pub(crate) u64);
+use crate::link::SessionId;
 
 /// The time, from an origin of its own.
 pub(super) type Clock = Arc<dyn Fn() -> Micros + Send + Sync>;

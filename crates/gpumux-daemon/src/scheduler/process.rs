@@ -1,37 +1,30 @@
 //! A process that is connected to the daemon.
 
-use std::{collections::BTreeMap, sync::Arc, time::Instant};
+use std::{collections::BTreeMap, ops::Deref, sync::Arc};
 
-use gpumux_core::{Micros, TenantId};
-use gpumux_wire::{
-    Daemon,
-    page::{Page, Slot, Work},
-};
+use gpumux_core::Micros;
+use gpumux_wire::page::{Slot, Work};
 
 use super::record::Counted;
+use crate::link::Link;
 
-/// A process that is connected.
+/// A connected process, and what the scheduling thread has of it.
 pub(crate) struct Met {
-    pub(super) tenant: TenantId,
-    pub(super) page: Arc<Page>,
+    pub(super) link: Arc<Link>,
     /// How often the lease had expired for the process when its session began: at any other number it is over.
     pub(super) epoch: u64,
     /// What the page had counted when the process came: one that comes again brings it along.
     pub(super) before: Counted,
-    /// Tells it something, without waiting. Whether that was possible.
-    speak: Box<dyn Fn(&Daemon) -> bool + Send>,
     /// What it knows of [`Daemon::Hints`].
     pub(super) told: (u64, bool),
-    pub(super) pid: u32,
     /// Whether the last compute group that it announced was one of its tenant's group.
     pub(super) shared: Option<bool>,
     /// Its groups were let go, since its lease had expired.
     pub(super) left: bool,
     /// It has a channel group that cannot be managed, and runs when it likes.
     pub(super) unmanaged: bool,
-    /// When its session began: before it could see the lease.
+    /// When its session began.
     pub(super) began: Micros,
-    pub(super) made: Instant,
     /// Groups of an MPS server that the driver refused when this session began, and the work that was submitted there at the last
     /// look.
     pub(super) lost: BTreeMap<u32, u64>,
@@ -43,30 +36,25 @@ pub(crate) struct Met {
     pub(super) freed: Option<Micros>,
 }
 
-impl Met {
-    /// The process's pid.
-    pub(crate) fn with_pid(self, pid: u32) -> Self {
-        Self { pid, ..self }
-    }
+impl Deref for Met {
+    type Target = Link;
 
-    pub(crate) fn new(
-        tenant: TenantId,
-        page: Arc<Page>,
-        speak: Box<dyn Fn(&Daemon) -> bool + Send>,
-    ) -> Self {
+    fn deref(&self) -> &Link {
+        &self.link
+    }
+}
+
+impl Met {
+    pub(crate) fn new(link: Arc<Link>) -> Self {
         Self {
-            tenant,
-            epoch: page.expired(),
-            before: Counted::of(&page),
-            page,
-            speak,
+            epoch: link.page.expired(),
+            before: Counted::of(&link.page),
+            link,
             told: (0, false),
-            pid: 0,
             shared: None,
             left: false,
             unmanaged: false,
             began: Micros::ZERO,
-            made: Instant::now(),
             lost: BTreeMap::new(),
             given_up: false,
             waits_since: None,
@@ -74,16 +62,11 @@ impl Met {
         }
     }
 
-    /// Tells the process something, without waiting. Whether that was possible.
-    pub(super) fn say(&self, message: &Daemon) -> bool {
-        (self.speak)(message)
-    }
-
     /// Whether it waits for work in a group that it has lost, and has submitted none there since the last look.
     pub(super) fn waits_for_the_lost(&mut self) -> bool {
         let mut waits = false;
         for (key, before) in &mut self.lost {
-            if let Some(Work::Busy(submitted)) = self.page.slot(*key).map(Slot::work) {
+            if let Some(Work::Busy(submitted)) = self.link.page.slot(*key).map(Slot::work) {
                 waits |= std::mem::replace(before, submitted) == submitted;
             }
         }

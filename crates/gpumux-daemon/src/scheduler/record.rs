@@ -1,8 +1,8 @@
 //! What happened on a device lately, for traces; and what its domains had and its tenants counted in all, for metrics.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::sync::Arc;
 
-use gpumux_core::{Demand, DomainId, Micros, TenantId};
+use gpumux_core::{Demand, DomainId, Micros, Ring, TenantId};
 use gpumux_wire::page::{HintCounts, Page, RequestTimes, SLOTS, Slot};
 
 /// Most events kept per device: half a minute of a device whose turns change every 10 ms, in about 1 MiB.
@@ -68,17 +68,14 @@ pub(crate) struct Event {
 
 /// The last events of a device, the oldest first.
 #[derive(Debug, Default)]
-pub(super) struct Record(VecDeque<Event>);
+pub(super) struct Record(Ring<Event, CAPACITY>);
 
 impl Record {
     pub(super) fn push(&mut self, at: Micros, who: &Arc<Who>, what: What) {
-        if self.0.len() >= CAPACITY {
-            self.0.pop_front();
-        }
         let who = Arc::clone(who);
         // In order, also where a plan is written down after the controls of another device were pulled.
         let at = self.0.back().map_or(at, |last| last.at.max(at));
-        self.0.push_back(Event { at, who, what });
+        self.0.push(Event { at, who, what });
     }
 
     /// The events since a moment.

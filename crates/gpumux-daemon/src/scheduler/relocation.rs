@@ -15,9 +15,10 @@ use gpumux_wire::Daemon;
 use super::{
     domain::Domain,
     engine::Engine,
-    model::{Answer, Relocation, SessionId},
+    model::{Answer, Relocation},
     process::Met,
 };
+use crate::link::SessionId;
 
 /// A step of the way, in this order.
 pub(crate) enum Relocate {

@@ -18,9 +18,10 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::{
     device::Device,
     domain::Domain,
-    model::{Clock, Happening, Owner, Reaper, SessionId},
+    model::{Clock, Happening, Owner, Reaper},
     process::Met,
 };
+use crate::link::SessionId;
 
 pub(super) struct State {
     pub(super) clock: Clock,
@@ -181,7 +182,7 @@ impl State {
     /// Sends a process a message, without waiting. Whether that was possible.
     pub(super) fn send(&self, session: SessionId, message: &Daemon) -> bool {
         let met = self.sessions.get(&session);
-        met.is_some_and(|met| met.say(message))
+        met.is_some_and(|met| met.send(message))
     }
 
     /// Happenings are reported there from now on.

@@ -182,7 +182,7 @@ impl Engine {
                 contended,
                 automatic,
             };
-            if met.told != tell && met.say(&message) {
+            if met.told != tell && met.send(&message) {
                 met.told = tell;
             }
         }

@@ -7,13 +7,8 @@ use gpumux_core::{
     tamper::{self, Conduct, Sample, TamperRule, Tampering, Then, Watch},
 };
 
-use super::{
-    domain::Domain,
-    model::{Happening, SessionId},
-    record::What,
-    state::State,
-};
-use crate::{api::types, devices::Used};
+use super::{domain::Domain, model::Happening, record::What, state::State};
+use crate::{api::types, devices::Used, link::SessionId};
 
 /// The longest time between two looks at suspicions that counts: they are looked at with every step.
 const LONGEST: Micros = Micros::from_secs(1);

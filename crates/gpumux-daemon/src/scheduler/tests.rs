@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     io,
+    os::fd::OwnedFd,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -20,15 +21,23 @@ use gpumux_core::{
 };
 use gpumux_rm::{Cause, ControlFailure, Controls, Interleave, PreemptionMode};
 use gpumux_wire::{
+    Daemon,
     lease::{LOOK, Lease, Leased},
     page::{HintCounts, Page},
+    socket,
 };
+use rustix::net::{RecvFlags, SocketType};
 
 use super::{
-    GroupError, Left, Member, Met, NewGroup, Owner, SessionId, What, engine::Engine, model::Clock,
+    GroupError, Left, Member, Met, NewGroup, Owner, What, engine::Engine, model::Clock,
     renewal::Renewal, thread::used,
 };
-use crate::{api::types, config::Config};
+use crate::{
+    api::types,
+    config::Config,
+    link::{Link, SessionId},
+    receiver::pair,
+};
 
 mod controls;
 mod effort;
@@ -179,6 +188,8 @@ pub(super) struct Bench {
     hardware: Shared,
     dead: mpsc::Receiver<Box<dyn Send>>,
     pub(super) pages: Vec<Page>,
+    /// The processes' ends of their connections.
+    processes: BTreeMap<u64, OwnedFd>,
 }
 
 impl Bench {
@@ -200,6 +211,7 @@ impl Bench {
             hardware,
             dead,
             pages: Vec::new(),
+            processes: BTreeMap::new(),
         }
     }
 
@@ -220,6 +232,23 @@ impl Bench {
         let group = self.group(n, n, 1);
         self.engine.add(group).unwrap();
         self.pages.last().unwrap().slot(n).unwrap().submit();
+    }
+
+    /// A process of a tenant connects.
+    pub(super) fn meet(&mut self, session: u64, tenant: TenantId, page: Arc<Page>) {
+        let (socket, process) = pair(SocketType::SEQPACKET).unwrap();
+        let pid = 1000 + session as u32;
+        let link = Link::new(SessionId(session), tenant, pid, page, socket.into());
+        self.engine.meet(Met::new(link));
+        self.processes.insert(session, process);
+    }
+
+    /// What a process has received.
+    pub(super) fn received(&self, session: u64) -> Vec<Daemon> {
+        let next = || socket::recv(&self.processes[&session], RecvFlags::DONTWAIT).ok()?;
+        std::iter::from_fn(next)
+            .map(|(message, _)| message)
+            .collect()
     }
 
     fn park(&mut self, tenant: TenantId, swapped_out: bool) {

@@ -17,15 +17,16 @@ use super::{
     placement::{self, Wish},
     registry::Tenants,
     selection,
-    table::{MAX_ENDED, Table},
+    table::Table,
 };
 use crate::{
     api::types::{Created, EventKind, NewTenant, SpecChange},
     events::Events,
     groups::{Groups, Key},
+    link::SessionId,
     peer::{Peer, ProcessId},
     programs::Programs,
-    scheduler::{Command, Handle, Owner, SessionId, Stopped},
+    scheduler::{Command, Handle, Owner, Stopped},
     secret::secret,
     store::Writer,
     users::Users,
@@ -339,9 +340,7 @@ impl Tenants {
             .insert(Holder::Session(session), peer.process);
         tenant.pids.push(peer.pid);
         let name = tenant.name.clone();
-        table.joined.push_back((peer.pid, id));
-        let surplus = table.joined.len().saturating_sub(MAX_ENDED);
-        table.joined.drain(..surplus);
+        table.joined.push((peer.pid, id));
         table.save_or_warn(&self.files);
         Ok((id, name))
     }

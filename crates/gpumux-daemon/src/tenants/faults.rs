@@ -1,11 +1,11 @@
 //! What is remembered of faults in groups, and which client is to blame for one.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
-use gpumux_core::TenantId;
+use gpumux_core::{Ring, TenantId};
 
 use crate::{api::types::Fault, failure::Crash, groups::Key};
 
@@ -18,7 +18,7 @@ const MAX_KNOWN: usize = 256;
 #[derive(Default)]
 pub(super) struct Faults {
     /// The last ones.
-    pub(super) last: VecDeque<Fault>,
+    pub(super) last: Ring<Fault, MAX_FAULTS>,
     /// How many there were.
     pub(super) number: u64,
     /// What became of groups, those that have ended too, by name.
@@ -98,9 +98,7 @@ impl Faults {
         }
         self.number = fault.number;
         self.count(&fault.group, took);
-        self.last.push_back(fault);
-        let surplus = self.last.len().saturating_sub(MAX_FAULTS);
-        self.last.drain(..surplus);
+        self.last.push(fault);
     }
 
     /// How often its like took a group down.

@@ -14,8 +14,9 @@ use super::life::Life;
 use crate::{
     api::types::{Ended, NewTenant, Placement},
     groups::{Key, Membership},
+    link::SessionId,
     peer::{Peer, ProcessFd, ProcessId},
-    scheduler::{Owner, SessionId, Stopped},
+    scheduler::{Owner, Stopped},
     users::trusted,
 };
 

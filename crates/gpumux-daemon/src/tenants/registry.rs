@@ -21,7 +21,7 @@ use super::{
     faults::GroupCounts,
     model::{Holder, Tenant, TenantError, check_curve, check_fingerprint},
     persistence::Files,
-    table::{MAX_ENDED, Table},
+    table::Table,
 };
 use crate::{
     api::types::{
@@ -30,9 +30,10 @@ use crate::{
     },
     events::Events,
     groups::{Groups, Key, UnauthorizedClient},
+    link::SessionId,
     peer::{ProcessFd, ProcessId},
     programs::Programs,
-    scheduler::{Command, Handle, Happening, SessionId, Stopped, View},
+    scheduler::{Command, Handle, Happening, Stopped, View},
     store::Writer,
     users::{Users, uid_of},
 };
@@ -217,9 +218,7 @@ impl Tenants {
             let ended = tenant.clone();
             self.remove(table, id).await;
             if ended.made_for.is_none() {
-                table.ended.push_back(ended);
-                let surplus = table.ended.len().saturating_sub(MAX_ENDED);
-                table.ended.drain(..surplus);
+                table.ended.push(ended);
             }
         }
         table.save_or_warn(&self.files);
@@ -231,9 +230,7 @@ impl Tenants {
             tracing::info!(tenant = tenant.name, reason = end.reason, "tenant ended");
             let whose = (tenant.name.as_str(), tenant.uid);
             (self.events).push(EventKind::Ended, Some(whose), end.reason.clone());
-            table.ends.push_back(end);
-            let surplus = table.ends.len().saturating_sub(MAX_ENDED);
-            table.ends.drain(..surplus);
+            table.ends.push(end);
         }
         if table.tenants.is_empty() {
             table.empty_since = Some(Instant::now());

@@ -320,7 +320,7 @@ mod tests {
         super::testing::{CONTROL, member, new, peer, placement, with_groups},
         *,
     };
-    use crate::{api::types::NewTenant, scheduler::SessionId};
+    use crate::{api::types::NewTenant, link::SessionId};
 
     #[tokio::test]
     async fn error_older_than_its_group_ends_no_process() {

@@ -1,11 +1,10 @@
 //! The table of all tenants that live, and of the last ones that ended: names, secrets, and room for more.
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    time::Instant,
-};
+use std::{collections::BTreeMap, time::Instant};
 
-use gpumux_core::{MAX_NAME, TenantId, TenantSpec, admission::UserPolicy, is_name, is_name_char};
+use gpumux_core::{
+    MAX_NAME, Ring, TenantId, TenantSpec, admission::UserPolicy, is_name, is_name_char,
+};
 
 use super::{
     faults::Faults,
@@ -23,7 +22,7 @@ use crate::{
 /// Most tenants there may be.
 const MAX_TENANTS: usize = 4096;
 /// Tenants that are remembered after their end.
-pub(super) const MAX_ENDED: usize = 256;
+const MAX_ENDED: usize = 256;
 
 #[derive(Default)]
 pub(super) struct Table {
@@ -32,12 +31,12 @@ pub(super) struct Table {
     pub(super) tenants: BTreeMap<TenantId, Tenant>,
     /// The last ones that ended: a process of theirs may use a device only now, long after the one that
     /// asked for the tenant.
-    pub(super) ended: VecDeque<Tenant>,
+    pub(super) ended: Ring<Tenant, MAX_ENDED>,
     /// How the last ones ended, the latest last.
-    pub(super) ends: VecDeque<Ended>,
+    pub(super) ends: Ring<Ended, MAX_ENDED>,
     pub(super) settings: Settings,
     /// The last processes that joined, and their tenants.
-    pub(super) joined: VecDeque<(u32, TenantId)>,
+    pub(super) joined: Ring<(u32, TenantId), MAX_ENDED>,
     pub(super) faults: Faults,
     /// The daemon is leaving: what ends now must still be known to the next one.
     pub(super) closed: bool,

@@ -21,8 +21,9 @@ use super::{
 use crate::{
     api::types::{Created, NewCurve, NewTenant, Placement, SpecChange},
     groups::{self, Key},
+    link::SessionId,
     peer::ProcessId,
-    scheduler::{Command, SessionId},
+    scheduler::Command,
     secret::secret,
 };
 

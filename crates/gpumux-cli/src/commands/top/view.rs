@@ -1,10 +1,11 @@
 //! What is shown: no terminal, no clock.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
+use gpumux_core::Ring;
 use gpumux_daemon::api::types::{DeviceMemory, Domain, History, SpecChange, Status, Tenant};
 
 /// Seconds that the timeline goes back.
@@ -101,12 +102,12 @@ pub(super) struct View {
     /// Part of each device's time that all tenants received together: an MPS group counts once.
     pub(super) received: BTreeMap<String, f64>,
     /// Shares per tenant and device, one a second, the latest last.
-    pub(super) past: BTreeMap<(String, String), VecDeque<f64>>,
+    pub(super) past: BTreeMap<(String, String), Ring<f64, PAST>>,
     /// Why the daemon did not answer the last time.
     pub(super) lost: Option<String>,
     /// When it was said, and whether it is bad news.
     message: Option<(Duration, bool, String)>,
-    pub(super) undo: Vec<Change>,
+    pub(super) undo: Ring<Change, UNDO>,
     now: Duration,
     /// Second of the last share in `past`.
     second: u64,
@@ -175,8 +176,7 @@ impl View {
                 for row in rows {
                     let key = (name.clone(), row.device.clone());
                     let past = self.past.entry(key).or_default();
-                    past.push_back(row.received);
-                    past.drain(..past.len().saturating_sub(PAST));
+                    past.push(row.received);
                 }
             }
         }
@@ -192,8 +192,7 @@ impl View {
         name_by_user(living.iter_mut().map(|(name, it)| (name, &*it.user)));
         for (name, tenant) in living {
             let known = tenant.received.iter().skip_while(|it| it.is_none());
-            let mut past: VecDeque<f64> = known.map(|it| it.unwrap_or(0.0).into()).collect();
-            past.drain(..past.len().saturating_sub(PAST));
+            let past = known.map(|it| it.unwrap_or(0.0).into()).collect();
             self.past.insert((name, tenant.device.clone()), past);
         }
     }
@@ -239,8 +238,6 @@ impl View {
         self.say(format!("{}{undo}", change.text), false);
         if change.inverse.is_some() {
             self.undo.push(change);
-            let surplus = self.undo.len().saturating_sub(UNDO);
-            self.undo.drain(..surplus);
         }
     }
 

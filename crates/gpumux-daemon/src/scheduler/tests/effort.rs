@@ -28,8 +28,7 @@ fn effort(latency: u32, busy: bool) -> Effort {
         bench.add(n, class);
         let domains = &bench.engine.state.devices["GPU-0"].domains;
         let page = Arc::clone(domains.values().last().unwrap().page());
-        let met = Met::new(TenantId(n.into()), page, Box::new(|_| true));
-        bench.engine.meet(SessionId(n.into()), met);
+        bench.meet(n.into(), TenantId(n.into()), page);
         if !busy {
             bench.pages.last().unwrap().slot(n).unwrap().complete(1);
         }

@@ -131,10 +131,7 @@ fn crash_in_a_group_is_reported_once_and_no_other_crash() {
     let come = |bench: &mut Bench, n: u32| {
         let (page, file) = Page::create().unwrap();
         let page_of_daemon = Arc::new(Page::open(file).unwrap());
-        let met = Met::new(TenantId(n.into()), page_of_daemon, Box::new(|_| true));
-        bench
-            .engine
-            .meet(SessionId(n.into()), met.with_pid(1000 + n));
+        bench.meet(n.into(), TenantId(n.into()), page_of_daemon);
         page
     };
     bench.member(2, 50, "team");
@@ -187,8 +184,7 @@ fn session_begun_anew_in_a_lost_group_does_not_wait_unbounded() {
     bench.engine.place(TenantId(2), "team".into());
     let (page, file) = Page::create().unwrap();
     let opened = Arc::new(Page::open(file).unwrap());
-    let met = Met::new(TenantId(2), opened, Box::new(|_| true)).with_pid(1002);
-    bench.engine.meet(SessionId(2), met);
+    bench.meet(2, TenantId(2), opened);
     bench.engine.leave_unmanaged(SessionId(2), Some(7));
     let slot = page.slot(7).unwrap();
     slot.begin_counting();
@@ -229,8 +225,7 @@ fn process_that_lost_its_group_neither_runs_nor_waits_unbounded() {
         bench.member(n, 50, "team");
         let (page, file) = Page::create().unwrap();
         let opened = Arc::new(Page::open(file).unwrap());
-        let met = Met::new(TenantId(n.into()), opened, Box::new(|_| true)).with_pid(1000 + n);
-        bench.engine.meet(SessionId(n.into()), met);
+        bench.meet(n.into(), TenantId(n.into()), opened);
         errors.push(page);
     }
     bench.pages[3].slot(4).unwrap().complete(1);
@@ -284,8 +279,7 @@ fn ended_member_is_remembered_with_its_work_for_a_while() {
         bench.member(n, 50, group);
         let (page, file) = Page::create().unwrap();
         let opened = Arc::new(Page::open(file).unwrap());
-        let met = Met::new(TenantId(n.into()), opened, Box::new(|_| true)).with_pid(1000 + n);
-        bench.engine.meet(SessionId(n.into()), met);
+        bench.meet(n.into(), TenantId(n.into()), opened);
         files.push(page);
     }
     bench.run(Micros::from_secs(1));
@@ -333,8 +327,7 @@ fn crash_is_reported_within_a_tenth_of_a_second_beside_others() {
         }
         let (page, file) = Page::create().unwrap();
         let opened = Arc::new(Page::open(file).unwrap());
-        let met = Met::new(TenantId(2), opened, Box::new(|_| true));
-        bench.engine.meet(SessionId(2), met);
+        bench.meet(2, TenantId(2), opened);
         bench.run(Micros::from_secs(1));
         page.set_fault(700);
         bench.run(Micros::from_millis(100));

@@ -1,7 +1,5 @@
 //! Guarantees: admission for each device, tenants of several devices, and claims without work.
 
-use std::sync::atomic::AtomicUsize;
-
 use gpumux_core::ledger::Holding;
 use gpumux_wire::message::Daemon;
 
@@ -169,8 +167,7 @@ fn confined_tenant_on_another_device_is_refused() {
     bench.engine.add(group).unwrap();
     let (page, session) = (Page::create().unwrap().1, SessionId(1));
     let page = Arc::new(Page::open(page).unwrap());
-    let met = Met::new(tenant, page, Box::new(|_| true));
-    bench.engine.meet(session, met);
+    bench.meet(1, tenant, page);
     for (ticket, device) in ["GPU-0", "GPU-1"].into_iter().enumerate() {
         bench.engine.memory_event(Event::Ask {
             process: ProcessId(session.0),
@@ -265,29 +262,23 @@ fn work_that_begins_and_ends_between_two_looks_counts() {
     let group = bench.group(1, 1, 1);
     let page = Arc::clone(&group.page);
     bench.engine.add(group).unwrap();
-    let orders = Arc::new(AtomicUsize::new(0));
-    let heard = Arc::clone(&orders);
-    let session = SessionId(1);
-    let met = Met::new(
-        server,
-        page,
-        Box::new(move |message| {
-            let moves = matches!(message, Daemon::Quiesce { .. });
-            heard.fetch_add(usize::from(moves), Ordering::Relaxed);
-            true
-        }),
-    );
-    bench.engine.meet(session, met);
+    bench.meet(1, server, page);
     let holding = Holding {
         movable: 1 << 30,
         ..Holding::default()
     };
     bench.engine.memory_event(Event::Holds {
-        process: ProcessId(session.0),
+        process: ProcessId(1),
         device: "GPU-0".into(),
         total: 80 << 30,
         holding,
     });
+    let moves = |bench: &Bench| {
+        let received = bench.received(1);
+        received
+            .iter()
+            .any(|it| matches!(it, Daemon::Quiesce { .. }))
+    };
     let settle = |bench: &mut Bench| {
         bench.run(Micros::from_secs(1));
         bench.engine.expire_guarantees();
@@ -298,13 +289,13 @@ fn work_that_begins_and_ends_between_two_looks_counts() {
         slot.complete(request);
         settle(&mut bench);
         assert!(bench.engine.view().lapsed.is_empty(), "{request}");
-        assert_eq!(orders.load(Ordering::Relaxed), 0, "{request}");
+        assert!(!moves(&bench), "{request}");
     }
     for _ in 0..15 {
         settle(&mut bench);
     }
     assert!(bench.engine.view().lapsed.contains(&server));
-    assert!(orders.load(Ordering::Relaxed) > 0);
+    assert!(moves(&bench));
 }
 
 #[test]
@@ -331,8 +322,7 @@ fn program_that_joins_a_group_is_not_moved_before_its_domain_is_known() {
     bench.engine.place(tenant, "team".into());
     let group = bench.group(1, 1, 1);
     let session = SessionId(1);
-    let met = Met::new(tenant, Arc::clone(&group.page), Box::new(|_| true));
-    bench.engine.meet(session, met);
+    bench.meet(1, tenant, Arc::clone(&group.page));
     bench.engine.memory_event(Event::Holds {
         process: ProcessId(session.0),
         device: "GPU-0".into(),

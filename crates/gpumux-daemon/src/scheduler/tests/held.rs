@@ -35,8 +35,7 @@ fn left_behind_by(beside: Class, act: impl FnOnce(&mut Engine)) -> (Bench, Held)
         bench.member(n, 50, "team");
         let (_, file) = Page::create().unwrap();
         let page = Arc::new(Page::open(file).unwrap());
-        let met = Met::new(TenantId(n.into()), page, Box::new(|_| true)).with_pid(1000 + n);
-        bench.engine.meet(SessionId(n.into()), met);
+        bench.meet(n.into(), TenantId(n.into()), page);
     }
     bench.pages[1].slot(2).unwrap().complete(1);
     let (reader, writer) = io::pipe().unwrap();

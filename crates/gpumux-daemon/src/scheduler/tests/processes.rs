@@ -13,8 +13,7 @@ fn process_that_freed_itself_is_not_controlled_until_it_comes_again() {
         bench.spec(n, spec).unwrap();
         let group = bench.group(n, n, 1);
         let page = Arc::clone(&group.page);
-        let met = Met::new(TenantId(n.into()), page, Box::new(|_| true)).with_pid(1000 + n);
-        bench.engine.meet(SessionId(n.into()), met);
+        bench.meet(n.into(), TenantId(n.into()), page);
         bench.engine.add(group).unwrap();
         if class == Class::Batch {
             bench.pages.last().unwrap().slot(n).unwrap().submit();
@@ -83,8 +82,7 @@ fn counts_of_ended_processes_are_kept_and_counted_once() {
     let (page, file) = Page::create().unwrap();
     let come = |bench: &mut Bench, session| {
         let page = Arc::new(Page::open(&file).unwrap());
-        let met = Met::new(TenantId(1), page, Box::new(|_| true));
-        bench.engine.meet(SessionId(session), met);
+        bench.meet(session, TenantId(1), page);
     };
     let count = |bench: &mut Bench| {
         let view = bench.engine.view();

@@ -129,8 +129,7 @@ fn process_that_claims_an_expired_lease_stays_under_control() {
     bench.add(1, Class::Latency);
     bench.spec(2, TenantSpec::default()).unwrap();
     let group = bench.group(2, 2, 1);
-    let met = Met::new(TenantId(2), Arc::clone(&group.page), Box::new(|_| true));
-    bench.engine.meet(SessionId(2), met);
+    bench.meet(2, TenantId(2), Arc::clone(&group.page));
     bench.engine.add(group).unwrap();
     bench.pages[1].slot(2).unwrap().submit();
     for _ in 0..200 {
@@ -198,12 +197,7 @@ fn process_that_thaws_itself_is_frozen_again_and_found() {
 #[test]
 fn process_with_a_group_that_cannot_be_managed_is_not_found() {
     let mut bench = frozen();
-    let met = Met::new(
-        TenantId(1),
-        Arc::new(Page::create().unwrap().0),
-        Box::new(|_| true),
-    );
-    bench.engine.meet(SessionId(1), met.with_pid(1001));
+    bench.meet(1, TenantId(1), Arc::new(Page::create().unwrap().0));
     bench.engine.leave_unmanaged(SessionId(1), None);
     for _ in 0..20 {
         measure(&mut bench, &[(1001, 1.0)]);
