@@ -5,7 +5,8 @@ A module is a file. What counts as an import: `use`, and paths in code, that beg
 module, or a name that a `use` brought. A name that is exported on counts for the file that defines it; exporting it on is no import.
 Tests (`#[cfg(test)]`) do not count: they may use everything.
 
-`--names` counts the names that files take from other files of their crate. Needs only Python and git.
+It fails as well where `docs/img/layers-*.svg` are not what the imports say: `--update` draws them anew.
+`--names` counts the names that files take from other files of their crate. Needs only Python.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ TOKEN = re.compile(
 ITEMS = {"fn", "struct", "enum", "trait", "type", "const", "static", "union"}
 OPEN, CLOSE = "{([", "})]"
 Path_ = tuple[str, ...]
+# Crates whose layers are drawn, and how wide.
+DRAWN = ("gpumux-core", "gpumux-shim", "gpumux-daemon")
+WIDTH = 1100
 
 
 @dataclasses.dataclass
@@ -281,6 +285,36 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def floors(files: Iterable[str], edges: dict[str, set[str]]) -> list[list[str]]:
+    """The files of each floor, the lowest first: a file stands above all that it uses. Files in a circle have none."""
+    left, found = set(files), list[list[str]]()
+    while floor := sorted(it for it in left if not edges.get(it, set()) & left):
+        found.append(floor)
+        left -= set(floor)
+    return found
+
+
+def drawn(crate: str, all_floors: list[list[str]]) -> str:
+    """A picture of the floors, the highest on top."""
+    boxes, y = list[str](), 46
+    for number, floor in reversed(list(enumerate(all_floors, 1))):
+        boxes.append(f'<text class="dim" x="14" y="{y + 14}">{number}</text>')
+        x = 40
+        for file in floor:
+            name = re.sub(r"(/mod)?\.rs$", "", file.split("/src/")[1])
+            width = 7 * len(name) + 14
+            if x + width > WIDTH - 14:
+                x, y = 40, y + 26
+            boxes.append(f'<rect x="{x}" y="{y}" width="{width}" height="20" rx="3"/><text x="{x + 7}" y="{y + 14}">{name}</text>')
+            x += width + 6
+        y += 36
+    style = "rect{fill:#e8eef7;stroke:#5b7bb0}text{font:12px monospace;fill:#1c2733}.dim{fill:#6b7683}"
+    title = f"The files of {crate}: each stands above all that it uses"
+    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}" role="img" aria-label="{title}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n<rect width="{WIDTH}" height="{y}" style="fill:#fff;stroke:none"/>'
+    return "\n".join([head, f'<text x="14" y="26">{title}</text>', *boxes, "</svg>\n"])
+
+
 def roots() -> Iterator[tuple[str, Path]]:
     """The crates' names and root files."""
     for crate in sorted((ROOT / "crates").iterdir()):
@@ -293,6 +327,7 @@ def main() -> None:
     """Prints the circles, and fails if there are any."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--names", action="store_true", help="count the names that files take from each other")
+    arguments.add_argument("--update", action="store_true", help="draw the layers anew")
     options = arguments.parse_args()
     bad = total = 0
     for crate, root in roots():
@@ -306,6 +341,15 @@ def main() -> None:
             for user, of, name in sorted(uses):
                 if user in circle and of in circle:
                     print(f"    {user.split('/src/')[1]} uses {name} of {of.split('/src/')[1]}")
+        if crate in DRAWN:
+            # A head that only exports its parts uses nothing, and is not used.
+            files = {file for user, of, _ in uses for file in (user, of)}
+            picture, path = drawn(crate, floors(files, edges(uses))), ROOT / f"docs/img/layers-{crate.removeprefix('gpumux-')}.svg"
+            if options.update:
+                path.write_text(picture)
+            elif not path.is_file() or path.read_text() != picture:
+                bad += 1
+                print(f"{path.relative_to(ROOT)} is not what the imports say: run `python3 tools/imports.py --update`")
     if options.names:
         print(f"in all {total} names of other files, {bad} circles")
     sys.exit(bad > 0)

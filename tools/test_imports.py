@@ -45,6 +45,10 @@ class Imports(unittest.TestCase):
         files = {"lib": "mod a; mod c;", "a": "mod b; pub use b::{B as Out, self as it};", "a__b": "pub struct B;"}
         self.assertEqual(self.uses(**files, c="use crate::a::Out; fn f() { crate::a::it::g() }"), {("c", "b", "B"), ("c", "b", "g")})
 
+    def test_file_stands_above_all_that_it_uses(self) -> None:
+        uses = imports.edges([("b", "a", "A"), ("c", "b", "B"), ("c", "a", "A")])
+        self.assertEqual(imports.floors("abcd", uses), [["a", "d"], ["b"], ["c"]])
+
     def test_tests_comments_and_strings_do_not_count(self) -> None:
         b = 'pub fn g() {} // crate::a::f()\nconst C: &str = "crate::a::f";\n#[cfg(test)] mod tests { use crate::a::f; }'
         files = {"lib": "mod a; mod b;", "a": "pub fn f() { crate::b::g(); }"}
