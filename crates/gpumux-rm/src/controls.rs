@@ -157,19 +157,35 @@ pub trait Controls: Send {
     ///
     /// # Errors
     /// When the driver refuses.
-    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), ControlFailure>;
+    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), ControlFailure> {
+        let _ = mode;
+        lacks("set preemption mode")
+    }
     /// Sets the interleave level; works only for a caller with `CAP_SYS_NICE`.
     ///
     /// # Errors
     /// When the driver refuses.
-    fn set_interleave(&self, level: Interleave) -> Result<(), ControlFailure>;
+    fn set_interleave(&self, level: Interleave) -> Result<(), ControlFailure> {
+        let _ = level;
+        lacks("set interleave level")
+    }
     /// The device's UUID as the driver writes it (`GPU-…`).
     ///
     /// # Errors
     /// When the driver refuses.
-    fn device_uuid(&self) -> Result<String, ControlFailure>;
+    fn device_uuid(&self) -> Result<String, ControlFailure> {
+        lacks("read device uuid")
+    }
     /// The channels changed.
-    fn set_channels(&mut self, channels: Vec<u32>);
+    fn set_channels(&mut self, channels: Vec<u32>) {
+        let _ = channels;
+    }
+}
+
+/// Of controls that are made without one.
+fn lacks<T>(control: &'static str) -> Result<T, ControlFailure> {
+    let why = "these controls do not have it";
+    Err(ControlFailure::new(control, Cause::Unsupported, why))
 }
 
 /// [`Controls`] over RM controls.

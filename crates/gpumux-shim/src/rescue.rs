@@ -302,7 +302,7 @@ fn all_controls(process: &Process) -> BTreeMap<GroupId, GroupControls> {
 mod tests {
     use std::sync::Arc;
 
-    use gpumux_rm::{Cause, ControlFailure, Interleave, PreemptionMode};
+    use gpumux_rm::{Cause, ControlFailure};
 
     use super::*;
 
@@ -338,16 +338,6 @@ mod tests {
             self.act("thaw");
             Ok(())
         }
-        fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), ControlFailure> {
-            Ok(())
-        }
-        fn set_interleave(&self, _: Interleave) -> Result<(), ControlFailure> {
-            Ok(())
-        }
-        fn device_uuid(&self) -> Result<String, ControlFailure> {
-            Ok(String::new())
-        }
-        fn set_channels(&mut self, _: Vec<u32>) {}
     }
 
     fn freed(fake: Fake, own: u64) -> (bool, String) {

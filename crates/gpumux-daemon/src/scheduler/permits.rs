@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use gpumux_rm::{ControlFailure, Controls, Interleave, PreemptionMode};
+use gpumux_rm::{ControlFailure, Controls};
 use gpumux_wire::permits::{Permit, Permits, Word};
 
 /// What replaces a group's controls.
@@ -54,14 +54,4 @@ impl Controls for Gate {
     fn thaw(&self) -> Result<(), ControlFailure> {
         Ok(())
     }
-    fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), ControlFailure> {
-        Ok(())
-    }
-    fn set_interleave(&self, _: Interleave) -> Result<(), ControlFailure> {
-        Ok(())
-    }
-    fn device_uuid(&self) -> Result<String, ControlFailure> {
-        Ok(String::new())
-    }
-    fn set_channels(&mut self, _: Vec<u32>) {}
 }

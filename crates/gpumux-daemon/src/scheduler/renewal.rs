@@ -7,7 +7,7 @@ use std::sync::{
 };
 
 use gpumux_core::{Micros, tamper::Renewals};
-use gpumux_rm::{ControlFailure, Controls, Interleave, PreemptionMode};
+use gpumux_rm::{ControlFailure, Controls};
 use gpumux_wire::lease::{LOOK, LOOKS, Lease};
 
 use super::model::Clock;
@@ -104,15 +104,6 @@ impl Controls for Renewing {
     }
     fn thaw(&self) -> Result<(), ControlFailure> {
         self.then_renew(|it| it.thaw())
-    }
-    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), ControlFailure> {
-        self.then_renew(|it| it.set_preemption_mode(mode))
-    }
-    fn set_interleave(&self, level: Interleave) -> Result<(), ControlFailure> {
-        self.then_renew(|it| it.set_interleave(level))
-    }
-    fn device_uuid(&self) -> Result<String, ControlFailure> {
-        self.then_renew(|it| it.device_uuid())
     }
     fn set_channels(&mut self, channels: Vec<u32>) {
         self.controls.set_channels(channels);

@@ -19,7 +19,7 @@ use gpumux_core::{
     ledger::Kind,
     tamper::{TamperRule, Then},
 };
-use gpumux_rm::{Cause, ControlFailure, Controls, Interleave, PreemptionMode};
+use gpumux_rm::{Cause, ControlFailure, Controls};
 use gpumux_wire::{
     Daemon,
     lease::{LOOK, Lease, Leased},
@@ -163,16 +163,6 @@ impl Controls for FakeControls {
     fn thaw(&self) -> Result<(), ControlFailure> {
         self.pull(Pull::Thaw(self.group), |group| self.disable(group, false))
     }
-    fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), ControlFailure> {
-        Ok(())
-    }
-    fn set_interleave(&self, _: Interleave) -> Result<(), ControlFailure> {
-        Ok(())
-    }
-    fn device_uuid(&self) -> Result<String, ControlFailure> {
-        Ok("GPU-0".into())
-    }
-    fn set_channels(&mut self, _: Vec<u32>) {}
 }
 
 impl Drop for FakeControls {

@@ -1,6 +1,6 @@
 //! Another vendor's queues: frozen and thawed, but without timeslices.
 
-use gpumux_rm::{Cause, ControlFailure, Controls, Group, Interleave, PreemptionMode};
+use gpumux_rm::{Cause, ControlFailure, Controls, Group};
 
 use super::*;
 
@@ -34,16 +34,9 @@ impl Controls for Queue {
     fn thaw(&self) -> Result<(), ControlFailure> {
         Ok(())
     }
-    fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), ControlFailure> {
-        Ok(())
-    }
-    fn set_interleave(&self, _: Interleave) -> Result<(), ControlFailure> {
-        Ok(())
-    }
     fn device_uuid(&self) -> Result<String, ControlFailure> {
         Ok(DEVICE.into())
     }
-    fn set_channels(&mut self, _: Vec<u32>) {}
 }
 
 /// A node of that vendor, and a process whose queue it is asked to control.
