@@ -128,6 +128,15 @@ struct Piece {
     free: BTreeMap<u64, u64>,
 }
 
+/// What a node of a graph allocates.
+struct GraphMemory {
+    /// Number of the device in the server.
+    device: u32,
+    bytes: u64,
+    /// Launches that have allocated it and not freed it.
+    uses: u32,
+}
+
 /// All memory of the process.
 #[derive(Default)]
 pub(crate) struct Space {
@@ -137,7 +146,7 @@ pub(crate) struct Space {
     pieces: BTreeMap<u64, Piece>,
     host: BTreeMap<u64, HostRange>,
     opened: BTreeMap<u64, Opened>,
-    graphs: BTreeMap<u64, graphs::GraphMemory>,
+    graphs: BTreeMap<u64, GraphMemory>,
     handles: HashMap<u64, (Arc<Physical>, usize)>,
     next_handle: u64,
 }

@@ -332,7 +332,7 @@ hooks! {
     };
 
     // A graph may have copies in it.
-    [cuGraphLaunch_ptsz] cuGraphLaunch(graph: *mut c_void, stream: CUstream) (real, own) => graph_memory::launched(work::launch_graph(graph as u64, stream, own, real));
+    [cuGraphLaunch_ptsz] cuGraphLaunch(graph: *mut c_void, stream: CUstream) (real, own) => pools::graph_launched(work::launch_graph(graph as u64, stream, own, real));
 
     // How much is in it is known before alone.
     cuGraphInstantiate(out: *mut *mut c_void, graph: *mut c_void, node: *mut c_void, log: *mut c_char, bytes: usize) (real) => unsafe { graphs::instantiate(out, graph, real) };

@@ -8,23 +8,14 @@ use std::{
 };
 
 use super::{
-    GRANULARITY, Mapping, Space, clear_raw, create_physical, fail_if_due, find, map_raw,
-    reserve_raw, space_mut,
+    GRANULARITY, GraphMemory, Mapping, Space, clear_raw, create_physical, fail_if_due, find,
+    map_raw, reserve_raw, space_mut,
 };
 use crate::{
     error::{CuError, Result},
     process::lock,
 };
 use rustix::mm::ProtFlags;
-
-/// What a node allocates.
-pub(super) struct GraphMemory {
-    /// Number of the device in the server.
-    pub(super) device: u32,
-    bytes: u64,
-    /// Launches that have allocated it and not freed it.
-    uses: u32,
-}
 
 /// Attributes: used and reserved, now and at most.
 const USED: c_int = 0;

@@ -14,10 +14,7 @@ use crate::{
         driver::{CUresult, SUCCESS, functions},
         gate, lease,
     },
-    memory::{
-        pools,
-        space::{self, GraphMemory, Space},
-    },
+    memory::space::{self, GraphMemory, Space},
     work,
 };
 
@@ -59,20 +56,9 @@ pub(crate) unsafe fn add_node(params: *const c_int, real: impl FnOnce() -> CUres
     gate::through(real)
 }
 
-/// `cuGraphLaunch` has had this result.
-#[inline]
-pub(crate) fn launched(result: CUresult) -> CUresult {
-    if MAY_ALLOCATE.load(Ordering::Relaxed) && result == SUCCESS && !pools::is_watched() {
-        note_launch();
-    }
-    result
-}
-
-#[cold]
-fn note_launch() {
-    if !space::off() && space::current_device().is_some() {
-        pools::watch();
-    }
+/// Whether a graph of this process may allocate.
+pub(crate) fn may_allocate() -> bool {
+    MAY_ALLOCATE.load(Ordering::Relaxed)
 }
 
 /// `cuDeviceGraphMemTrim`

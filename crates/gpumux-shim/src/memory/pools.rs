@@ -274,15 +274,26 @@ impl Drawn {
     }
 }
 
-/// Whether the agent will count what pools and graphs have.
-pub(crate) fn is_watched() -> bool {
-    WATCHED.load(Ordering::Relaxed)
-}
-
 /// What pools and graphs have may differ from what is counted: some of it is free, or a graph was launched.
 pub(crate) fn watch() {
     if !WATCHED.swap(true, Ordering::AcqRel) {
         wake::agent();
+    }
+}
+
+/// `cuGraphLaunch` has had this result.
+#[inline]
+pub(crate) fn graph_launched(result: CUresult) -> CUresult {
+    if graphs::may_allocate() && result == SUCCESS && !WATCHED.load(Ordering::Relaxed) {
+        note_launch();
+    }
+    result
+}
+
+#[cold]
+fn note_launch() {
+    if !space::off() && space::current_device().is_some() {
+        watch();
     }
 }
 
