@@ -2,7 +2,7 @@
 
 A document says what it shows; this program fills it in, and running it again changes nothing:
 
-- `<!-- table NAME; cases A,B; modes a,b -->` ... `<!-- end -->` is the table of results file NAME (`cases` and `modes` select rows).
+- `<!-- table NAME; cases A,B; modes a,b; values x,y -->` ... `<!-- end -->` is the table of results file NAME (`cases` and `modes` select rows, `values` columns).
 - `<!-- runs VALUE; MODE÷BASE; NAME NAME ... -->` ... `<!-- end -->` is a table of one ratio: a row per case, a column per call.
 - `1.06<!--=NAME;CASE;MODE;VALUE-->` is one number. MODE may be `gpumux÷alone`, a ratio, or `gpumux−none`, a difference; CASE may be `A,B,C` or `*`
   and NAME several names with commas, with `min ` or `max ` before the whole. A `%` after the number makes it a percentage.
@@ -175,12 +175,16 @@ def call(data: dict[str, Any]) -> str:
 
 
 def selected(data: dict[str, Any], options: Iterable[str]) -> list[dict[str, Any]]:
-    """The rows that `cases A,B` and `modes a,b` choose."""
+    """The rows that `cases A,B` and `modes a,b` choose, with the values that `values x,y` does."""
     rows = data["rows"]
     for option in options:
         key, _, chosen = option.strip().partition(" ")
+        if key == "values":
+            rows = [row | {"values": {name: row["values"][name] for name in chosen.split(",") if name in row["values"]}} for row in rows]
+            rows = [row for row in rows if row["values"]]
+            continue
         if key not in ("cases", "modes"):
-            raise common.BenchError(f"a table is selected by cases and modes, not by {option}")
+            raise common.BenchError(f"a table is selected by cases, modes and values, not by {option}")
         rows = [row for row in rows if row[key[:-1]] in chosen.split(",")]
     if not rows:
         raise common.BenchError(f"no rows of {data['bench']} are selected by {'; '.join(options)}")

@@ -89,6 +89,10 @@ class Plot(unittest.TestCase):
         with self.assertRaisesRegex(common.BenchError, "no rows"):
             self.filled("<!-- table colocation-h100; modes mps -->\n<!-- end -->")
 
+    def test_values_select_columns(self) -> None:
+        found = plot.selected({"bench": "b", "rows": [{"case": "a", "mode": "m", "values": {"x": 1, "y": 2}}, {"case": "a", "mode": "n", "values": {"y": 3}}]}, ["values x"])
+        self.assertEqual(found, [{"case": "a", "mode": "m", "values": {"x": 1}}])
+
     def test_curves_are_drawn_a_line_a_program(self) -> None:
         rows = [{"case": case, "mode": f"{part}%", "values": {"relative": part / 100}} for case in "ab" for part in (25, 50, 100)]
         drawn = plot.picture({"bench": "curves", "device": "G", "commit": "0" * 7, "rows": rows}) or ""

@@ -69,7 +69,7 @@ impl Asker {
 #[test]
 fn servers_that_start_together_are_shown_equal_parts() {
     let mut node = Node::start();
-    // Who is shown the whole device has the driver's total, which is less than NVML's on a GPU: by what the driver reserves.
+    // A tenant that is shown the whole device has the driver's total, which is less than NVML's on a GPU: by what the driver reserves.
     let Some(alone) = Asker::start(&node, "alone").map(|mut it| it.all("look")[0]) else {
         return;
     };
