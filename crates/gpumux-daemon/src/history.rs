@@ -18,6 +18,9 @@ pub(crate) const MAX_TENANTS: usize = 256;
 /// Most series of devices.
 pub(crate) const MAX_DEVICES: usize = 64;
 
+/// Most samples of a series.
+const MOST: usize = 360;
+
 /// How far back, and how fine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Span {
@@ -38,7 +41,7 @@ impl Span {
     pub(crate) const fn samples(self) -> usize {
         match self {
             Self::FiveMinutes => 300,
-            Self::Hour => 360,
+            Self::Hour => MOST,
         }
     }
 }
@@ -52,7 +55,7 @@ struct Samples<const N: usize> {
     span: Span,
     /// The step after the last one.
     end: u64,
-    samples: Ring<Sample<N>, { Span::Hour.samples() }>,
+    samples: Ring<Sample<N>, MOST>,
 }
 
 impl<const N: usize> Samples<N> {
