@@ -198,17 +198,19 @@ impl Memory {
             tenants[track.parent] += got;
             users[self.tenants[track.parent].parent] += got;
         }
-        for (user, got) in self.users.iter_mut().zip(&users) {
-            let all = delivered.min(elapsed);
-            user.node.charge(all, *got, elapsed, now);
+        for (track, got) in self.domains.iter_mut().zip(&domains) {
+            let parent = tenants[track.parent];
+            let works = self.tenants[track.parent].node.wants;
+            track.node.charge((parent, works), *got, elapsed, now);
         }
         for (tenant, got) in self.tenants.iter_mut().zip(&tenants) {
             let parent = users[tenant.parent];
-            tenant.node.charge(parent, *got, elapsed, now);
+            let works = self.users[tenant.parent].node.wants;
+            tenant.node.charge((parent, works), *got, elapsed, now);
         }
-        for (track, got) in self.domains.iter_mut().zip(&domains) {
-            let parent = tenants[track.parent];
-            track.node.charge(parent, *got, elapsed, now);
+        for (user, got) in self.users.iter_mut().zip(&users) {
+            let all = delivered.min(elapsed);
+            user.node.charge((all, false), *got, elapsed, now);
         }
         self.level();
     }
@@ -329,13 +331,19 @@ impl Node {
         }
     }
 
-    fn charge(&mut self, parent: f64, got: f64, elapsed: f64, now: Micros) {
+    /// For so much time, in which its parent received so much and had work or not.
+    fn charge(&mut self, (parent, works): (f64, bool), got: f64, elapsed: f64, now: Micros) {
         if self.wants {
             let part = if self.unknown { 0.0 } else { self.part };
             self.lag += part * parent - got;
         } else if self.lag < 0.0 {
-            // It pays back at its own rate.
-            self.lag = (self.lag - got + self.share * elapsed).min(0.0);
+            // It pays back at its own rate; while others of its parent have work, only from what these receive: else they would be
+            // owed nothing any more, and had received nothing.
+            let paid = match works {
+                true => self.part * parent,
+                false => self.share * elapsed,
+            };
+            self.lag = (self.lag - got + paid).min(0.0);
         } else if self.left + GRACE < now {
             self.lag = 0.0;
         }

@@ -40,6 +40,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "memory-without-guarantee",
     "oversubscribe-2x60",
     "pauses",
+    "pauses-beside-own",
     "pipeline+train",
     "preempt",
     "preempt-hint",
