@@ -238,9 +238,14 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def cpu_seconds(pid: int, thread: str | None = None, user: bool = False) -> float:
     """User and system time so far, or user time alone, of a process, or of its threads of one name."""
     folder = Path(f"/proc/{pid}")
-    tasks = [folder] if thread is None else [it for it in (folder / "task").iterdir() if (it / "comm").read_text().strip() == thread]
-    fields = [(it / "stat").read_text().rsplit(")", 1)[1].split() for it in tasks]
-    return sum(int(it[11]) + (0 if user else int(it[12])) for it in fields) / TICKS
+    total = 0
+    for task in [folder] if thread is None else (folder / "task").iterdir():
+        # Other threads may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError) if thread else contextlib.nullcontext():
+            if thread is None or (task / "comm").read_text().strip() == thread:
+                fields = (task / "stat").read_text().rsplit(")", 1)[1].split()
+                total += int(fields[11]) + (0 if user else int(fields[12]))
+    return total / TICKS
 
 
 class CpuTime:

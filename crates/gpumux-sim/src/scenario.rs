@@ -375,6 +375,7 @@ impl Scenario {
         let tuning = &self.tuning;
         for (field, value) in [
             ("tuning.turn_cost", tuning.turn_cost),
+            ("tuning.batch_turn_cost", tuning.batch_turn_cost),
             ("tuning.slice_cost", tuning.slice_cost),
             ("tuning.batch_slice_cost", tuning.batch_slice_cost),
         ] {

@@ -102,7 +102,10 @@ proptest! {
         let latency = tenants.iter().filter(|it| it.class == Class::Latency);
         let debt = match (pauses, latency.count()) {
             (false, _) => 0.0,
-            (true, 0 | 1) => Tuning::default().quantum(&Costs::default()) / 1e3,
+            (true, 0 | 1) => {
+                let kinds = tenants.iter().map(|it| (it.user, it.class));
+                Tuning::default().quantum(&Costs::default(), kinds) / 1e3
+            }
             (true, _) => Tuning::default().period.0 as f64 / 1e3,
         };
         for (tenant, mixed) in report.tenants.iter().zip(&tenants) {

@@ -19,8 +19,11 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Tuning {
-    /// Part of the device that handing over quanta may cost. Sets the quantum.
+    /// Part of the device that handing over quanta may cost. Sets the quantum. The scheduling thread waits in the driver for most of
+    /// that time, so it takes about as much of a CPU.
     pub turn_cost: f64,
+    /// The same where one user's batch domains rotate, beside one latency domain at most: nobody waits for them, and there may be many.
+    pub batch_turn_cost: f64,
     /// Part of the device that switching between timeslices may cost. Sets the timeslices.
     pub slice_cost: f64,
     /// The same when only batch domains share the device: no latency client waits, so switch less.
@@ -37,6 +40,7 @@ impl Default for Tuning {
     fn default() -> Self {
         Self {
             turn_cost: 0.02,
+            batch_turn_cost: 0.01,
             slice_cost: 0.05,
             batch_slice_cost: 0.01,
             period: Micros::from_millis(100),
@@ -69,19 +73,22 @@ impl Tuning {
         (costs.freeze + costs.thaw + costs.switch).0 as f64
     }
 
-    /// The largest quantum, in µs: a pause keeps no more of what a domain is owed.
-    pub fn quantum(&self, costs: &Costs) -> f64 {
-        (Self::handover(costs) / self.turn_cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
-    }
-
-    /// The smallest quantum worth its cost.
-    fn least(&self, costs: &Costs) -> f64 {
-        self.quantum(costs) / 5.0
-    }
-
-    /// The quantum of a domain whose share is so many times the mean of those that rotate.
-    fn request(&self, costs: &Costs, relative: f64) -> f64 {
-        (relative * self.quantum(costs)).clamp(self.least(costs), self.quantum(costs))
+    /// The largest quantum, in µs, where domains of these users and classes have a device: a pause keeps no more of what a domain is owed.
+    pub fn quantum<U: PartialEq>(
+        &self,
+        costs: &Costs,
+        domains: impl IntoIterator<Item = (U, Class)>,
+    ) -> f64 {
+        let domains: Vec<_> = domains.into_iter().collect();
+        let count = |class| domains.iter().filter(|(_, it)| *it == class).count();
+        // A latency domain waits until its user is level, and those over their budgets for each other.
+        let one_user = domains.windows(2).all(|pair| pair[0].0 == pair[1].0);
+        let only_batch = count(Class::Batch) > 0 && count(Class::Standard) == 0;
+        let cost = match only_batch && one_user && count(Class::Latency) < 2 {
+            true => self.batch_turn_cost,
+            false => self.turn_cost,
+        };
+        (Self::handover(costs) / cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
     }
 
     /// How far a latency domain may run ahead: for its part of a period, so that others run for the rest of it, or as long as controls
@@ -183,13 +190,13 @@ impl<D: Division> Policy for Shared<D> {
         });
         let mean = if count > 0.0 { sum / count } else { 1.0 };
         let control = 2.0 * Tuning::control(costs);
+        let quantum = tuning.quantum(costs, cast.iter().map(Actor::kind));
         let wait = |share: f64| match latency > 0.0 {
             true => {
                 // No shares of so many let them run further ahead together.
                 let ahead = (1.0 - 1.0 / latency).max(0.25) * tuning.period.0 as f64;
                 let bursts = ahead.max(Tuning::handover(costs)) + latency * MIN_BURST_US;
-                let request = tuning.request(costs, share / mean);
-                2.0 * request / share + tuning.quantum(costs) + bursts + control
+                2.0 * request(quantum, share / mean) / share + quantum + bursts + control
             }
             false => {
                 let only_batch = cast.iter().all(|it| it.class() == Class::Batch);
@@ -212,6 +219,12 @@ impl<D: Division> Policy for Shared<D> {
         }
         bounds.into_values().collect()
     }
+}
+
+/// The quantum of a domain whose share is so many times the mean of those that rotate: the largest, or less, but not so little that it
+/// costs more than it is worth.
+fn request(largest: f64, relative: f64) -> f64 {
+    (relative * largest).clamp(largest / 5.0, largest)
 }
 
 /// How a domain gets at the device.
@@ -255,6 +268,10 @@ impl Actor<'_> {
         self.claim.class
     }
 
+    fn kind(&self) -> (crate::UserId, Class) {
+        (self.user, self.class())
+    }
+
     /// Must not run now, whatever it is owed.
     fn held(&self) -> bool {
         self.domain.pinned == Some(RunState::Frozen)
@@ -283,6 +300,8 @@ struct Stage<'a> {
     now: Micros,
     costs: &'a Costs,
     tuning: &'a Tuning,
+    /// The largest, in µs.
+    quantum: f64,
     cast: Vec<Actor<'a>>,
     rotates: bool,
     next: Option<u64>,
@@ -317,11 +336,13 @@ impl<'a> Stage<'a> {
                 able: actor.wants && !actor.held(),
             });
         }
-        memory.settle(snapshot.now, &entitled, tuning.quantum(&snapshot.costs));
+        let quantum = tuning.quantum(&snapshot.costs, cast.iter().map(Actor::kind));
+        memory.settle(snapshot.now, &entitled, quantum);
         Self {
             now: snapshot.now,
             costs: &snapshot.costs,
             tuning,
+            quantum,
             cast,
             rotates,
             next: None,
@@ -417,7 +438,11 @@ impl<'a> Stage<'a> {
         let entitled = |memory: &Memory, index: usize| lag(memory, index) >= -slack;
         let request = |index: usize| {
             let relative = self.cast[index].share * count / f64::max(sum, 1e-9);
-            self.tuning.request(self.costs, relative)
+            let largest = match self.cast[index].class() {
+                Class::Latency => self.tuning.quantum(self.costs, [self.cast[index].kind()]),
+                _ => self.quantum,
+            };
+            request(largest, relative)
         };
         let rotating: Vec<usize> = (0..self.cast.len())
             .filter(|index| self.cast[*index].rotates())

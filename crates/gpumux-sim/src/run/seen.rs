@@ -91,7 +91,9 @@ impl Simulation<'_> {
         let used: Vec<Nanos> = (0..self.gpus.len())
             .map(|device| self.progress_of(device))
             .collect();
-        let quantum = 1e3 * self.scenario.tuning.quantum(&self.scenario.costs);
+        let (tuning, costs) = (&self.scenario.tuning, &self.scenario.costs);
+        let kinds = self.scenario.tenants.iter().map(|it| (&it.user, it.class));
+        let quantum = 1e3 * tuning.quantum(costs, kinds);
         for tenant in 0..self.players.len() {
             let player = &mut self.players[tenant];
             if player.gone {
