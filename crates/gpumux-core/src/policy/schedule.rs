@@ -22,7 +22,7 @@ pub struct Tuning {
     /// Part of the device that handing over quanta may cost. Sets the quantum. The scheduling thread waits in the driver for most of
     /// that time, so it takes about as much of a CPU.
     pub turn_cost: f64,
-    /// The same where one user's batch domains rotate, beside one latency domain at most: nobody waits for them, and there may be many.
+    /// The same where one user's batch domains rotate, beside one latency domain at most: no other waits for them, and there may be many.
     pub batch_turn_cost: f64,
     /// Part of the device that switching between timeslices may cost. Sets the timeslices.
     pub slice_cost: f64,
