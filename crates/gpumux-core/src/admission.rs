@@ -9,7 +9,7 @@
 //! [`UserPolicy`] allows, then on each of these devices what the user's tenants are guaranteed together, what is reserved for
 //! root, and what is free. A value that falls or stays is never refused: so a policy that becomes stricter takes nothing away.
 
-use std::fmt;
+use std::collections::BTreeSet;
 
 use crate::{
     Class, SpecError, TenantId, TenantSpec, UserId,
@@ -97,8 +97,10 @@ pub enum Refusal {
     },
     /// More than the user's tenants may be guaranteed together.
     #[error(
-        "cannot guarantee {asked} of {device}: user {user} may be guaranteed at most {most} of it; {held}: guarantee at most {free}, lower \
-         another guarantee, or ask the administrator (`{key}` in gpumux.toml)"
+        "cannot guarantee {asked} of {device}: user {user} may be guaranteed at most {most} of it{held}: guarantee at most {free}, {lower}or \
+         ask the administrator (`{key}` in gpumux.toml)",
+        held = held.after("; "),
+        lower = if held.by.is_empty() { "" } else { "lower another guarantee, " },
     )]
     User {
         /// The tenant that asked.
@@ -118,8 +120,9 @@ pub enum Refusal {
     },
     /// More than is free.
     #[error(
-        "cannot guarantee {asked} of {device}: {held}: guarantee at most {free}, name another device with --gpu, or lower a guarantee \
-         with `gpumux set`"
+        "cannot guarantee {asked} of {device}{held}: guarantee at most {free}, {lower}or name another device with --gpu",
+        held = held.after(": "),
+        lower = if held.by.is_empty() { "" } else { "lower a guarantee with `gpumux set`, " },
     )]
     Full {
         /// What was asked.
@@ -128,6 +131,21 @@ pub enum Refusal {
         device: String,
         /// What stands in the way.
         held: Box<Held>,
+        /// What is free.
+        free: Quantity,
+    },
+    /// More than the device has.
+    #[error(
+        "cannot guarantee {asked} of {device}: only {whole} of it can be guaranteed: guarantee at most {free}, or name another device with \
+         --gpu"
+    )]
+    TooLarge {
+        /// What was asked.
+        asked: Quantity,
+        /// Of which device.
+        device: String,
+        /// What can be guaranteed there in all.
+        whole: Quantity,
         /// What is free.
         free: Quantity,
     },
@@ -144,8 +162,9 @@ pub struct Held {
     pub foreign: Vec<(String, Quantity)>,
 }
 
-impl fmt::Display for Held {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Held {
+    /// Its words after these; nothing if nothing is held.
+    fn after(&self, before: &str) -> String {
         let list = |all: &[(String, Quantity)]| {
             let named = all.iter().take(NAMED);
             let mut parts: Vec<String> = named
@@ -173,8 +192,8 @@ impl fmt::Display for Held {
             parts.push(format!("{reserved} is reserved for root"));
         }
         match parts.is_empty() {
-            true => f.write_str("no tenant holds any"),
-            false => f.write_str(&parts.join(", ")),
+            true => String::new(),
+            false => before.to_owned() + &parts.join(", "),
         }
     }
 }
@@ -205,34 +224,45 @@ pub fn admit(
     });
     for room in rooms {
         if spec.guaranteed > before.0 {
-            Resource {
-                asked: spec.guaranteed,
-                whole: 1.0,
-                most: policy.max_guaranteed,
-                reserved: reserve.guaranteed,
-                foreign: &room.foreign,
-                booked: |it| it.guaranteed,
-                shown: Quantity::Compute,
-                key: "max_guaranteed",
-            }
-            .check(request, policy, room)?;
+            let compute = Resource::compute(spec.guaranteed, policy, reserve, room);
+            compute.check(request, policy, room)?;
         }
-        if let Some(memory) = room.memory.filter(|_| spec.memory_guaranteed > before.1) {
-            Resource {
-                asked: spec.memory_guaranteed as f64,
-                whole: memory as f64,
-                most: policy.max_memory_guaranteed.of(memory) as f64,
-                reserved: reserve.memory_guaranteed.of(memory) as f64,
-                // What they have is not in what can be guaranteed.
-                foreign: &[],
-                booked: |it| it.memory as f64,
-                shown: |bytes| Quantity::Memory(bytes as u64),
-                key: "max_memory_guaranteed",
-            }
-            .check(request, policy, room)?;
+        if spec.memory_guaranteed > before.1
+            && let Some(memory) = Resource::memory(spec.memory_guaranteed, policy, reserve, room)
+        {
+            memory.check(request, policy, room)?;
         }
     }
     Ok(())
+}
+
+/// What a tenant could have at most, beside what others hold now.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Most {
+    /// Classes that its user may have.
+    pub classes: BTreeSet<Class>,
+    /// Share of compute that it could be guaranteed on each of its devices.
+    pub guaranteed: f64,
+    /// Bytes that it could be guaranteed on each of its devices.
+    pub memory_guaranteed: u64,
+}
+
+/// What [`admit`] would grant a tenant at most.
+pub fn most(request: &Request<'_>, policy: &UserPolicy, reserve: &Reserve, rooms: &[Room]) -> Most {
+    let least = |of: &dyn Fn(&Room) -> Option<f64>| rooms.iter().filter_map(of).reduce(f64::min);
+    let compute = |room: &Room| {
+        let compute = Resource::compute(0.0, policy, reserve, room);
+        Some(compute.most(request, policy, room))
+    };
+    let memory = |room: &Room| {
+        let memory = Resource::memory(0, policy, reserve, room)?;
+        Some(memory.most(request, policy, room))
+    };
+    Most {
+        classes: policy.classes.clone(),
+        guaranteed: least(&compute).unwrap_or_default(),
+        memory_guaranteed: least(&memory).unwrap_or_default() as u64,
+    }
 }
 
 /// Compute or memory of one device: shares, or bytes, of which a device has fewer than a number can count exactly.
@@ -250,7 +280,72 @@ struct Resource<'a> {
     key: &'static str,
 }
 
-impl Resource<'_> {
+impl<'a> Resource<'a> {
+    fn compute(asked: f64, policy: &UserPolicy, reserve: &Reserve, room: &'a Room) -> Self {
+        Self {
+            asked,
+            whole: 1.0,
+            most: policy.max_guaranteed,
+            reserved: reserve.guaranteed,
+            foreign: &room.foreign,
+            booked: |it| it.guaranteed,
+            shown: Quantity::Compute,
+            key: "max_guaranteed",
+        }
+    }
+
+    /// None while it is not known how much there is.
+    fn memory(asked: u64, policy: &UserPolicy, reserve: &Reserve, room: &Room) -> Option<Self> {
+        let memory = room.memory?;
+        Some(Self {
+            asked: asked as f64,
+            whole: memory as f64,
+            most: policy.max_memory_guaranteed.of(memory) as f64,
+            reserved: reserve.memory_guaranteed.of(memory) as f64,
+            // What they have is not in what can be guaranteed.
+            foreign: &[],
+            booked: |it| it.memory as f64,
+            shown: |bytes| Quantity::Memory(bytes as u64),
+            key: "max_memory_guaranteed",
+        })
+    }
+
+    /// What the tenants but the one that asks hold.
+    fn held(&self, request: &Request<'_>, room: &Room, by: impl Fn(&Booking) -> bool) -> f64 {
+        let others = (room.booked.iter()).filter(|it| it.tenant != request.tenant && by(it));
+        others.map(self.booked).sum()
+    }
+
+    /// What the user may have yet.
+    fn free_to_user(&self, request: &Request<'_>, room: &Room) -> f64 {
+        self.most - self.held(request, room, |it| it.user == request.user)
+    }
+
+    /// What is kept for root and not held by its tenants.
+    fn kept(&self, request: &Request<'_>, policy: &UserPolicy, room: &Room) -> f64 {
+        match policy.privileged {
+            true => 0.0,
+            false => (self.reserved - self.held(request, room, |it| it.privileged)).max(0.0),
+        }
+    }
+
+    /// The processes that take from it without gpumux.
+    fn takers(&self) -> impl Iterator<Item = &'a Foreign> {
+        (self.foreign.iter()).filter(|it| it.used >= FOREIGN_COUNTS)
+    }
+
+    /// What nothing stands in the way of.
+    fn free(&self, request: &Request<'_>, policy: &UserPolicy, room: &Room) -> f64 {
+        let used: f64 = self.takers().map(|it| it.used).sum();
+        self.whole - used - self.kept(request, policy, room) - self.held(request, room, |_| true)
+    }
+
+    /// The most that would not be refused.
+    fn most(&self, request: &Request<'_>, policy: &UserPolicy, room: &Room) -> f64 {
+        let free = self.free(request, policy, room);
+        free.min(self.free_to_user(request, room)).max(0.0)
+    }
+
     fn check(
         &self,
         request: &Request<'_>,
@@ -258,20 +353,17 @@ impl Resource<'_> {
         room: &Room,
     ) -> Result<(), Refusal> {
         let others = || room.booked.iter().filter(|it| it.tenant != request.tenant);
-        let sum = |which: &dyn Fn(&Booking) -> bool| -> f64 {
-            others().filter(|it| which(it)).map(self.booked).sum()
-        };
-        let own = |it: &Booking| it.user == request.user;
-        let free = self.most - sum(&own);
+        let free = self.free_to_user(request, room);
         // To a user without a bound, the holders are of more use.
         if self.most < self.whole && self.asked > free + ROUNDING {
+            let own = |it: &&Booking| it.user == request.user;
             return Err(Refusal::User {
                 user: policy.user.clone(),
                 asked: (self.shown)(self.asked),
                 device: room.device.clone(),
                 most: (self.shown)(self.most),
                 held: Box::new(Held {
-                    by: self.holders(others().filter(|it| own(it))),
+                    by: self.holders(others().filter(own)),
                     reserved: None,
                     foreign: Vec::new(),
                 }),
@@ -279,28 +371,29 @@ impl Resource<'_> {
                 key: self.key,
             });
         }
-        let mut foreign = self.foreign.to_vec();
-        foreign.retain(|it| it.used >= FOREIGN_COUNTS);
-        foreign.sort_by(|a, b| b.used.total_cmp(&a.used));
-        let used: f64 = foreign.iter().map(|it| it.used).sum();
-        let reserved = match policy.privileged {
-            true => 0.0,
-            false => (self.reserved - sum(&|it| it.privileged)).max(0.0),
-        };
-        let free = self.whole - used - reserved - sum(&|_| true);
+        let free = self.free(request, policy, room);
         if self.asked <= free + ROUNDING {
             return Ok(());
         }
-        let foreign = foreign
-            .into_iter()
-            .map(|it| (it.name, (self.shown)(it.used)));
+        if self.asked > self.whole + ROUNDING {
+            return Err(Refusal::TooLarge {
+                asked: (self.shown)(self.asked),
+                device: room.device.clone(),
+                whole: (self.shown)(self.whole),
+                free: (self.shown)(free.max(0.0)),
+            });
+        }
+        let mut foreign: Vec<&Foreign> = self.takers().collect();
+        foreign.sort_by(|a, b| b.used.total_cmp(&a.used));
+        let shown = |it: &&Foreign| (it.name.clone(), (self.shown)(it.used));
+        let reserved = self.kept(request, policy, room);
         Err(Refusal::Full {
             asked: (self.shown)(self.asked),
             device: room.device.clone(),
             held: Box::new(Held {
                 by: self.holders(others()),
                 reserved: (reserved > 0.0).then(|| (self.shown)(reserved)),
-                foreign: foreign.collect(),
+                foreign: foreign.iter().map(shown).collect(),
             }),
             free: (self.shown)(free.max(0.0)),
         })

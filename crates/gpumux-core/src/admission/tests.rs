@@ -82,18 +82,59 @@ fn refusal_names_value_device_holders_and_way_out() {
     assert_eq!(
         ask(1000, &spec(0.3, 0), &rooms).unwrap_err(),
         "cannot guarantee 30% of GPU 0: guaranteed to train (50%), night (20%), web (10%) and 1 more, 10% is reserved for root: \
-         guarantee at most 9%, name another device with --gpu, or lower a guarantee with `gpumux set`"
+         guarantee at most 9%, lower a guarantee with `gpumux set`, or name another device with --gpu"
     );
     assert_eq!(
         ask(1000, &spec(0.0, 64_424_509_440), &rooms).unwrap_err(),
         "cannot guarantee 60.0 GiB of GPU 0: guaranteed to train (70.0 GiB), 10.0 GiB is reserved for root: guarantee at most \
-         20.0 GiB, name another device with --gpu, or lower a guarantee with `gpumux set`"
+         20.0 GiB, lower a guarantee with `gpumux set`, or name another device with --gpu"
     );
     assert_eq!(
         ask(1000, &spec(0.75, 0), &rooms[..]).unwrap_err(),
         "cannot guarantee 75% of GPU 0: user alice may be guaranteed at most 80% of it; guaranteed to web (10%): guarantee at most 70%, \
          lower another guarantee, or ask the administrator (`max_guaranteed` in gpumux.toml)"
     );
+}
+
+#[test]
+fn refusal_advises_to_lower_only_what_is_held() {
+    let empty = [room(Vec::new())];
+    assert_eq!(
+        ask(0, &spec(0.0, 150 * GIB), &empty).unwrap_err(),
+        "cannot guarantee 150.0 GiB of GPU 0: only 100.0 GiB of it can be guaranteed: guarantee at most 100.0 GiB, or name another \
+         device with --gpu"
+    );
+    assert_eq!(
+        ask(1000, &spec(0.9, 0), &empty).unwrap_err(),
+        "cannot guarantee 90% of GPU 0: user alice may be guaranteed at most 80% of it: guarantee at most 80%, or ask the administrator \
+         (`max_guaranteed` in gpumux.toml)"
+    );
+}
+
+#[test]
+fn most_that_can_be_had_is_admitted_and_more_is_refused() {
+    let rooms = [
+        room(vec![
+            booking("web", 1000, 0.1, 0),
+            booking("train", 1001, 0.5, 70 * GIB),
+        ]),
+        room(vec![booking("night", 1002, 0.2, 0)]),
+    ];
+    let own = spec(0.0, 0);
+    let request = Request {
+        tenant: TenantId(7),
+        user: UserId(1000),
+        spec: &own,
+        before: None,
+    };
+    let policy = policy("alice", &UserRules::default());
+    let most = most(&request, &policy, &Reserve::default(), &rooms);
+    assert_eq!(most.memory_guaranteed, 20 * GIB);
+    assert_eq!(most.classes, Class::ALL.into());
+    let ask = |share, memory| ask(1000, &spec(share, memory), &rooms);
+    assert_eq!(ask(most.guaranteed, most.memory_guaranteed), Ok(()));
+    assert!(ask(most.guaranteed + 0.01, 0).is_err());
+    assert!(ask(0.0, most.memory_guaranteed + GIB).is_err());
 }
 
 #[test]

@@ -3,7 +3,9 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use gpumux_core::{
-    Class, Micros, broker,
+    Class, Micros, TenantSpec,
+    admission::Most,
+    broker,
     quantity::{Percent, Size, Time},
     runlist::OUTSTANDING,
     space::Way,
@@ -24,13 +26,17 @@ const NOTHING: f64 = 0.005;
 const LACKS: f64 = 0.05;
 /// A latency tenant that received so much has work all the time.
 const ALL_THE_TIME: f64 = 0.5;
+/// A guarantee of so much is advised, if it can be had.
+const MUCH: f64 = 0.5;
 
-/// Five lines about `tenant`; `all` are the tenants of the same moment, `faults` the last ones in groups.
+/// Five lines about `tenant`; `all` are the tenants of the same moment, `faults` the last ones in groups, `most` is what it could have:
+/// nothing more if that is not known.
 pub fn explain(
     tenant: &Tenant,
     all: &[Tenant],
     devices: &[Device],
     faults: &[Fault],
+    most: Option<&Most>,
 ) -> Explanation {
     let mut neighbours = neighbours(tenant, all, devices);
     neighbours.sort_by(|a, b| b.received.total_cmp(&a.received));
@@ -39,7 +45,7 @@ pub fn explain(
     let why = why(tenant, all, devices, faults, &neighbours);
     let foreign = foreign(tenant, devices);
     let alone = neighbours.is_empty() && foreign.is_empty();
-    let advice = advice(tenant, &neighbours, alone);
+    let advice = advice(tenant, &neighbours, alone, most);
     let others = others(tenant, &neighbours, &foreign);
     let text = [
         ("entitled", &entitlement),
@@ -101,6 +107,7 @@ fn neighbours(tenant: &Tenant, all: &[Tenant], devices: &[Device]) -> Vec<Neighb
                 true => format!("{}/{}", other.user, other.name),
                 false => other.name.clone(),
             },
+            user: other.user.clone(),
             class: other.class,
             state: other.state,
             guaranteed: other.guaranteed(),
@@ -197,7 +204,10 @@ fn measured(tenant: &Tenant, uuid: &str, share: f64) -> String {
             percent(measured)
         ),
         Some(measured) if measured - share > DIFFERS => {
-            format!(" ({} by the driver's measure)", percent(measured))
+            format!(
+                " (computed from its timeslices and work; the driver measured {}, in a second of its own)",
+                percent(measured)
+            )
         }
         _ => String::new(),
     }
@@ -256,7 +266,7 @@ fn why(
     }
     // Processes in the same situation are described once.
     for domain in &tenant.domains {
-        let sentence = now(domain, neighbours);
+        let sentence = now(domain, neighbours, tenant.guaranteed() > 0.0);
         if !parts.contains(&sentence) {
             parts.push(sentence);
         }
@@ -291,7 +301,7 @@ fn why(
 }
 
 /// What a channel group does at the moment, and why.
-fn now(domain: &Domain, neighbours: &[Neighbour]) -> String {
+fn now(domain: &Domain, neighbours: &[Neighbour], is_guaranteed: bool) -> String {
     if let Some(error) = &domain.error {
         return format!("It is not under control now, because a control failed: {error}.");
     }
@@ -322,21 +332,25 @@ fn now(domain: &Domain, neighbours: &[Neighbour]) -> String {
             Time(Duration::from_micros(domain.timeslice_us))
         ),
         "has its turn" => {
-            "It has its turn, until it has run for its share of a round or a tenant of a higher class has work.".into()
+            "It has the GPU for its quantum, unless a tenant of a higher class has work.".into()
         }
         "waits for its turn" => match (first, runs) {
             (Some(first), _) => format!(
-                "It is frozen: the latency tenant {} has work almost all the time and goes first; the others take turns in what it leaves.",
-                first.name
+                "It is frozen: the latency tenant {} has work almost all the time and goes first{}.",
+                first.name,
+                match is_guaranteed {
+                    true => ", except for what is guaranteed to this one",
+                    false => "; the others share what it leaves",
+                }
             ),
             (None, Some(runs)) => format!(
-                "It is frozen: one tenant runs at a time, and {} has most of the turns now.",
+                "It is frozen: one tenant runs at a time, and {} has most of the quanta now.",
                 runs.name
             ),
-            (None, None) => "It is frozen: one tenant runs at a time, and it is another's turn.".into(),
+            (None, None) => "It is frozen: one tenant runs at a time, and it is another's quantum.".into(),
         },
         "pauses while others want the turn" => {
-            "It has no work, and is frozen for up to 0.1 s so that its next work does not interrupt another's turn.".into()
+            "It has no work, and is frozen for up to 0.1 s so that its next work does not interrupt another's quantum.".into()
         }
         "over its budget while others wait" => {
             "It is frozen: it ran ahead of its share while others had work, and continues once they have caught up.".into()
@@ -434,15 +448,14 @@ fn place(placement: &Placement) -> Option<String> {
     };
     let confined = match sm_percent {
         None => String::new(),
-        Some(percent) => format!(
-            " Each of its processes is confined to {percent}% of the SMs{by} until it ends: MPS cannot change that while it runs."
-        ),
+        Some(percent) => {
+            format!(" Each of its processes has at most {percent}% of the SMs{by} until it ends.")
+        }
     };
     Some(match way {
-        Way::Time => format!("It takes turns with others in a context of its own ({reason})."),
+        Way::Time => format!("It shares in time, in a context of its own ({reason})."),
         Way::Space => format!(
-            "It shares the SMs with the others of the group {trust} ({reason}); they run and wait together, and a fault of one ends \
-             all.{confined}"
+            "It shares the SMs of the group {trust} ({reason}), where a fault of one ends all.{confined}"
         ),
     })
 }
@@ -452,7 +465,7 @@ fn hindered(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
     let by: Vec<&str> = tenant.hindered_by(all);
     (!by.is_empty()).then(|| {
         format!(
-            "In the group its guarantee of {} holds only once {} start anew: until then they keep more SMs than it leaves.",
+            "Its guarantee of {} holds only once {} start anew: until then they keep more SMs than it leaves.",
             Percent(tenant.spec.guaranteed),
             list(&by)
         )
@@ -541,15 +554,34 @@ fn others(tenant: &Tenant, neighbours: &[Neighbour], foreign: &[String]) -> Stri
     )
 }
 
+/// Whether a tenant received less of a device than this although it had work.
+fn lacks(tenant: &Tenant, uuid: &str, due: f64) -> bool {
+    let mut here = tenant.domains.iter().filter(|it| it.device == uuid);
+    tenant.received(uuid) + LACKS < due && here.any(|it| it.waited_share > LACKS)
+}
+
+/// The guarantee that a tenant is advised to ask for; none if it can be guaranteed no more than it is.
+fn raised(tenant: &Tenant, most: Option<&Most>) -> Option<Percent> {
+    let had = tenant.spec.guaranteed;
+    // Whole percents, rounded down: more would be refused.
+    let free = ((most?.guaranteed * 100.0 + NOTHING).floor() / 100.0).min(1.0);
+    let much = if had < MUCH { free.min(MUCH) } else { free };
+    (much > had + NOTHING).then_some(Percent(much))
+}
+
 /// What its user can do.
-fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
+fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool, most: Option<&Most>) -> String {
     let name = &tenant.name;
-    // What has no work receives less, and lacks nothing.
-    let lacks = tenant.devices.iter().any(|uuid| {
-        let mut here = tenant.domains.iter().filter(|it| it.device == *uuid);
-        let share = tenant.received(uuid);
-        share + LACKS < entitled(tenant, uuid) && here.any(|it| it.waited_share > LACKS)
-    });
+    let any = |test: &dyn Fn(&String) -> bool| tenant.devices.iter().any(test);
+    let lacks_guarantee = any(&|uuid| lacks(tenant, uuid, tenant.guaranteed()));
+    let lacks = any(&|uuid| lacks(tenant, uuid, entitled(tenant, uuid)));
+    let raise =
+        raised(tenant, most).map(|share| format!("`gpumux set {name} --guaranteed {share}`"));
+    let is_guaranteed = tenant.guaranteed() > 0.0;
+    let receives = match is_guaranteed {
+        true => "what is guaranteed to it",
+        false => "what it is entitled to",
+    };
     let hog = neighbours.iter().find(|it| {
         it.class == Class::Latency && it.guaranteed == 0.0 && it.received >= ALL_THE_TIME
     });
@@ -563,9 +595,17 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
             "end the program that does it; root gives the tenant its class back with `gpumux set`"
                 .into()
         }
-        TenantState::Blocked => format!(
-            "`gpumux memory` lists the memory of each tenant; `gpumux set {name} --memory-guaranteed SIZE` guarantees room for this one"
-        ),
+        TenantState::Blocked => {
+            let free = most.map_or(0, |most| most.memory_guaranteed);
+            let way = match free > tenant.spec.memory_guaranteed {
+                true => format!(
+                    "`gpumux set {name} --memory-guaranteed SIZE` guarantees room for this one, up to {}",
+                    Size(free)
+                ),
+                false => "no more can be guaranteed to this one".into(),
+            };
+            format!("`gpumux memory` lists the memory of each tenant; {way}")
+        }
         TenantState::Swapped => {
             format!(
                 "nothing: its memory comes back with its next work, or with `gpumux wake {name}`"
@@ -581,33 +621,59 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
         }
         TenantState::Running | TenantState::Queued => match (hog, alone) {
             (_, true) => "nothing: it has the GPU for itself".into(),
-            (Some(hog), _) if tenant.class != Class::Latency => format!(
-                "`gpumux set {} --class standard` lets {} take turns; `gpumux set {name} --guaranteed 30%` gives this one a share of its own",
-                hog.name, hog.name
-            ),
-            _ if lacks && tenant.class == Class::Latency => {
-                format!("if it lasts: `gpumux set {name} --guaranteed 50%` puts it before others")
+            _ if lacks_guarantee => {
+                "wait: it is behind its guarantee, and goes before others until it has caught up"
+                    .into()
+            }
+            (Some(hog), _) if tenant.class != Class::Latency => {
+                let by = match hog.user == tenant.user {
+                    true => String::new(),
+                    false => format!(" (as {} or root)", hog.user),
+                };
+                let way = format!(
+                    "`gpumux set {} --class standard`{by} lets {} share with others",
+                    hog.name, hog.name
+                );
+                match raise {
+                    _ if is_guaranteed => format!("nothing: it receives {receives}; {way}"),
+                    Some(raise) => format!("{way}; {raise} gives this one a share of its own"),
+                    None => way,
+                }
             }
             _ if lacks => {
-                format!(
-                    "if it lasts: `gpumux set {name} --guaranteed 50%` or `--class latency` puts it before others"
-                )
+                let may = most.is_some_and(|most| most.classes.contains(&Class::Latency));
+                let class = (may && tenant.class != Class::Latency).then_some("`--class latency`");
+                let class = class.map(|class| match raise {
+                    Some(_) => class.to_owned(),
+                    None => format!("`gpumux set {name} --class latency`"),
+                });
+                let ways: Vec<String> = raise.into_iter().chain(class).collect();
+                match ways.is_empty() {
+                    true => "nothing that its user may set: another guarantee must be lowered, or the administrator must allow more (gpumux.toml)".into(),
+                    false => format!("if it lasts: {} puts it before others", ways.join(" or ")),
+                }
             }
             _ if tenant.spec.limit < 1.0 => format!(
                 "nothing: it receives what it is entitled to; `gpumux set {name} --limit 100%` lets it have more than {}",
                 percent(tenant.spec.limit)
             ),
-            // What is guaranteed to all leaves nothing that a weight divides.
-            _ if (tenant.devices.iter())
-                .all(|uuid| entitled(tenant, uuid) <= tenant.guaranteed() + NOTHING) =>
-            {
-                format!(
-                    "nothing: it receives what is guaranteed to it; `gpumux set {name} --guaranteed SHARE` gives it more, if the others' guarantees leave that"
-                )
+            _ => {
+                // What is guaranteed to all leaves nothing that a weight divides.
+                let divided = any(&|uuid| entitled(tenant, uuid) > tenant.guaranteed() + NOTHING);
+                let weight = tenant.spec.weight * 2.0;
+                let weight = (divided && TenantSpec::WEIGHTS.contains(&weight))
+                    .then(|| format!("`gpumux set {name} --weight {weight}`"));
+                let ways: Vec<String> = weight.into_iter().chain(raise).collect();
+                match ways.is_empty() {
+                    true => {
+                        format!("nothing: it receives {receives}, and can be guaranteed no more")
+                    }
+                    false => format!(
+                        "nothing: it receives {receives}; {} gives it more",
+                        ways.join(" or ")
+                    ),
+                }
             }
-            _ => format!(
-                "nothing: it receives what it is entitled to; `gpumux set {name} --weight 2` or `--guaranteed 50%` gives it more"
-            ),
         },
     }
 }
@@ -667,6 +733,24 @@ mod tests {
             domains,
             state: TenantState::Running,
             ..Tenant::default()
+        }
+    }
+
+    /// An explanation to a user who may have all.
+    fn explain(
+        tenant: &Tenant,
+        all: &[Tenant],
+        devices: &[Device],
+        faults: &[Fault],
+    ) -> Explanation {
+        super::explain(tenant, all, devices, faults, Some(&could_have(1.0)))
+    }
+
+    fn could_have(guaranteed: f64) -> Most {
+        Most {
+            classes: Class::ALL.into(),
+            guaranteed,
+            memory_guaranteed: 2 << 30,
         }
     }
 
@@ -754,7 +838,7 @@ mod tests {
             [
                 "a batch tenant has what the others leave (weight 1); nothing guaranteed; when all have work 50% of GPU-0",
                 "25% of GPU-0 in the last second; so far it waited 4.0 s of 10.0 s with work (40%), preempted 12 times",
-                "It is frozen: one tenant runs at a time, and day has most of the turns now.",
+                "It is frozen: one tenant runs at a time, and day has most of the quanta now.",
                 "day 25% (batch, running)",
                 "if it lasts: `gpumux set night --guaranteed 50%` or `--class latency` puts it before others",
             ]
@@ -809,6 +893,76 @@ mod tests {
         assert!(
             lines[4].starts_with("`gpumux set hog --class standard`"),
             "{lines:?}"
+        );
+    }
+
+    #[test]
+    fn advice_is_never_what_the_tenant_has_already() {
+        let mut train = tenant(
+            "train",
+            Class::Batch,
+            vec![domain(true, "waits for its turn")],
+        );
+        (train.user, train.spec.guaranteed) = ("bob".into(), 0.3);
+        let mut hog = tenant(
+            "hog",
+            Class::Latency,
+            vec![domain(false, "takes the device at once")],
+        );
+        (hog.uid, hog.user) = (1, "alice".into());
+        hog.domains[0].received_share = 0.7;
+        let advice = |entitled: f64, received: f64, most: &Most| {
+            let mut all = [train.clone(), hog.clone()];
+            let domain = &mut all[0].domains[0];
+            (domain.entitled_share, domain.received_share) = (entitled, received);
+            super::explain(&all[0], &all, &[], &[], Some(most))
+        };
+        // It receives its guarantee: what is left is the other's doing.
+        let kept = advice(0.3, 0.29, &could_have(0.8));
+        assert!(
+            kept.why
+                .contains("goes first, except for what is guaranteed to this one."),
+            "{}",
+            kept.why
+        );
+        assert_eq!(
+            kept.advice,
+            "nothing: it receives what is guaranteed to it; `gpumux set hog --class standard` (as alice or root) lets hog share with \
+             others"
+        );
+        let behind = advice(0.3, 0.1, &could_have(0.8)).advice;
+        assert!(behind.starts_with("wait: it is behind"), "{behind}");
+    }
+
+    #[test]
+    fn advice_is_only_what_the_users_policy_allows() {
+        let night = tenant(
+            "night",
+            Class::Batch,
+            vec![domain(true, "waits for its turn")],
+        );
+        let day = tenant("day", Class::Batch, vec![domain(false, "has its turn")]);
+        let all = [night, day];
+        let advice = |guaranteed: f64, classes: &[Class]| {
+            let most = Most {
+                classes: classes.iter().copied().collect(),
+                ..could_have(guaranteed)
+            };
+            super::explain(&all[0], &all, &[], &[], Some(&most)).advice
+        };
+        let batch = [Class::Batch];
+        assert_eq!(
+            advice(0.2, &batch),
+            "if it lasts: `gpumux set night --guaranteed 20%` puts it before others"
+        );
+        assert_eq!(
+            advice(0.0, &Class::ALL),
+            "if it lasts: `gpumux set night --class latency` puts it before others"
+        );
+        let nothing = advice(0.004, &batch);
+        assert!(
+            nothing.starts_with("nothing that its user may set"),
+            "{nothing}"
         );
     }
 
@@ -875,7 +1029,10 @@ mod tests {
         let low = said(&[Some(0.05)], None);
         assert!(low.contains("its kernels ran in 5% of it"), "{low}");
         let high = said(&[Some(0.5)], None);
-        assert!(high.contains("(50% by the driver's measure)"), "{high}");
+        assert!(
+            high.contains("the driver measured 50%, in a second"),
+            "{high}"
+        );
         // 25% of each, of one process.
         let contexts = said(&[Some(0.45), Some(0.45)], None);
         for text in [
@@ -884,7 +1041,7 @@ mod tests {
             said(&[Some(0.9)], Some(1)),
             contexts,
         ] {
-            assert!(!text.contains("the driver's measure"), "{text}");
+            assert!(!text.contains("driver"), "{text}");
         }
     }
 
@@ -913,7 +1070,7 @@ mod tests {
         all[0].spec.guaranteed = 0.4;
         let said = text(&all);
         assert!(
-            said.contains("its guarantee of 40% holds only once free and large start anew"),
+            said.contains("Its guarantee of 40% holds only once free and large start anew"),
             "{said}"
         );
         all[0].placement.way = Way::Time;
@@ -1029,7 +1186,7 @@ mod tests {
         let reasons: Vec<&str> = body.split('"').skip(1).step_by(2).collect();
         assert!(reasons.len() >= 8, "{reasons:?}");
         for reason in reasons {
-            let text = now(&domain(false, reason), &[]);
+            let text = now(&domain(false, reason), &[], false);
             assert!(!text.starts_with("The policy's reason"), "{reason}");
         }
     }

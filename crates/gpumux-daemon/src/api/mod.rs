@@ -351,10 +351,14 @@ async fn explanation(
     Path(name): Path<String>,
 ) -> Answer<Explanation> {
     let seen = api.seen().await?;
-    let tenant = show(seen.find(asker(peer.as_ref()), &name)?.clone(), &seen.view);
+    let tenant = seen.find(asker(peer.as_ref()), &name)?.clone();
+    let asked = (api.scheduler).ask(|answer| Command::Most(tenant.id, answer));
+    let most = api.unless_stalled(asked).await?;
+    let tenant = show(tenant, &seen.view);
     let all: Vec<_> = seen.shown().collect();
     let (devices, faults) = (&seen.view.devices, &seen.faults);
-    Ok(Json(explain::explain(&tenant, &all, devices, faults)))
+    let explained = explain::explain(&tenant, &all, devices, faults, most.as_ref());
+    Ok(Json(explained))
 }
 
 /// The devices.

@@ -863,6 +863,9 @@ pub struct Explanation {
 pub struct Neighbour {
     /// Its name.
     pub name: String,
+    /// Whose it is.
+    #[serde(default)]
+    pub user: String,
     /// Its class.
     #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
     pub class: Class,

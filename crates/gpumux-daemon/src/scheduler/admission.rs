@@ -4,12 +4,26 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{
     TenantId, TenantSpec, UserId,
-    admission::{self, Booking, Refusal, Request, Reserve, Room, UserPolicy},
+    admission::{self, Booking, Most, Refusal, Request, Reserve, Room, UserPolicy},
     broker::Broker,
 };
 
 use super::{foreign::Foreigners, model::Owner, state::State};
 use crate::devices::Numbers;
+
+fn request<'a>(
+    state: &'a State,
+    tenant: TenantId,
+    owner: Option<&Owner>,
+    spec: &'a TenantSpec,
+) -> Request<'a> {
+    Request {
+        tenant,
+        user: owner.map_or_else(UserId::default, |owner| UserId(owner.uid)),
+        spec,
+        before: state.tenants.get(&tenant),
+    }
+}
 
 /// What admission goes by beside the tenants' specs and the broker's accounting.
 pub(super) struct Admission {
@@ -42,16 +56,24 @@ impl Admission {
         devices: Option<&BTreeSet<String>>,
         spec: &TenantSpec,
     ) -> Result<(), Refusal> {
-        let request = Request {
-            tenant,
-            user: owner.map_or_else(UserId::default, |owner| UserId(owner.uid)),
-            spec,
-            before: state.tenants.get(&tenant),
-        };
+        let request = request(state, tenant, owner, spec);
         let unlimited = UserPolicy::unlimited();
         let policy = owner.map_or(&unlimited, |owner| &owner.policy);
         let rooms = self.rooms(state, broker, request.user, devices);
         admission::admit(&request, policy, &self.reserve, &rooms)
+    }
+
+    /// What a tenant could have at most; none of one that is not known.
+    pub(super) fn most(&self, state: &State, broker: &Broker, tenant: TenantId) -> Option<Most> {
+        let (spec, owner) = (state.tenants.get(&tenant)?, state.owners.get(&tenant)?);
+        let request = request(state, tenant, Some(owner), spec);
+        let rooms = self.rooms(state, broker, request.user, state.confined.get(&tenant));
+        Some(admission::most(
+            &request,
+            &owner.policy,
+            &self.reserve,
+            &rooms,
+        ))
     }
 
     /// The devices that a tenant may use, with all that is booked there. While none is known, one that stands for those to come.

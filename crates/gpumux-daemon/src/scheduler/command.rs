@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, os::fd::OwnedFd, sync::Arc};
 
 use gpumux_core::{
     Micros, TenantId, TenantSpec,
-    admission::{Refusal, UserPolicy},
+    admission::{Most, Refusal, UserPolicy},
     broker::{Event, MoveError},
 };
 use tokio::sync::mpsc::UnboundedSender;
@@ -61,6 +61,8 @@ pub(crate) enum Command {
         spec: TenantSpec,
         answer: Answer<Result<(), Refusal>>,
     },
+    /// What a tenant could have at most; none of one that is not known.
+    Most(TenantId, Answer<Option<Most>>),
     /// A new tenant of this owner gets this spec, on these devices only or, if none are named, on all. Refused, it is not known.
     Admit {
         tenant: TenantId,
@@ -190,6 +192,7 @@ impl Command {
                 let devices = Some(&devices).filter(|devices| !devices.is_empty());
                 send(answer, engine.admits(tenant, Some(&owner), devices, &spec));
             }
+            Self::Most(tenant, answer) => send(answer, engine.most(tenant)),
             Self::Admit {
                 tenant,
                 owner,

@@ -8,7 +8,7 @@ use std::{
 
 use gpumux_core::{
     Demand, DomainId, Micros, TenantId, TenantSpec,
-    admission::{Refusal, UserPolicy},
+    admission::{Most, Refusal, UserPolicy},
     broker::{Event, ProcessId},
     controller::{self, NewDomain},
     recording::Line,
@@ -251,6 +251,10 @@ impl Engine {
     ) -> Result<(), Refusal> {
         let broker = &self.moves.broker;
         (self.admission).admits(&self.state, broker, tenant, owner, devices, spec)
+    }
+
+    pub(super) fn most(&self, tenant: TenantId) -> Option<Most> {
+        (self.admission).most(&self.state, &self.moves.broker, tenant)
     }
 
     /// Lets guarantees lapse that are not used, and gives those back that are needed again, see [`Expiry`].
