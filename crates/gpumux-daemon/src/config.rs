@@ -23,9 +23,9 @@ use crate::api::types::SpecChange;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Where the sockets are; see [`crate::paths::runtime_dir`] for the default.
+    /// Where the sockets are. Unset: `GPUMUX_RUNTIME_DIR`, else `/run/gpumux` for root, else `$XDG_RUNTIME_DIR/gpumux`, else `/tmp/gpumux-UID`.
     pub runtime_dir: Option<PathBuf>,
-    /// Folder of `settings.json`, which has what `gpumux set` remembers, and of `programs.json`, which has scaling profiles. Unset: that of
+    /// Folder of `settings.json`, which has what `gpumux set` remembers, and of `programs.json`, which has scaling profiles. Unset:
     /// `GPUMUX_STATE_DIR`, else the runtime directory.
     pub state_dir: Option<PathBuf>,
     /// The policy of devices that have none of their own: `priority`, `max-min` or `weighted`.
@@ -49,13 +49,11 @@ pub struct Config {
     pub tenants: BTreeMap<String, DeclaredTenant>,
     /// The host's memory that moved memory may take.
     pub host_memory: HostMemory,
-    /// NVML's library, if not the system's (default: `GPUMUX_NVML`).
+    /// NVML's library. Unset: `GPUMUX_NVML`, else the system's.
     pub nvml: Option<PathBuf>,
-    /// NVIDIA's MPS control program, which groups are made with, if not the system's (default:
-    /// `GPUMUX_MPS_CONTROL`).
+    /// NVIDIA's MPS control program, which groups are made with. Unset: `GPUMUX_MPS_CONTROL`, else the system's.
     pub mps_control: Option<PathBuf>,
-    /// Socket of an emulated device's server: its tenants are accepted too (default:
-    /// `GPUMUX_EMU_SOCKET`).
+    /// Socket of an emulated device's server: its tenants are accepted too. Unset: `GPUMUX_EMU_SOCKET`, else none.
     pub emulated: Option<PathBuf>,
     /// TCP address where the web page, `/metrics` and the rest of the API can be read by every client that
     /// reaches it; nothing can be changed there. Unset: none.
@@ -209,7 +207,7 @@ fn quantity_of(key: &str, text: &str) -> Option<Result<toml::Value, String>> {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceConfig {
-    /// Its policy, if not the common one.
+    /// Its policy. Unset: `policy` of the file.
     pub policy: Option<String>,
 }
 
@@ -250,14 +248,14 @@ pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the configuration {0}: {1}")]
     Read(PathBuf, io::Error),
-    /// The file makes no sense.
-    #[error("the configuration {0} makes no sense: {1}")]
+    /// It is no such file.
+    #[error("cannot read the configuration {0}: {1}")]
     Parse(PathBuf, Box<toml::de::Error>),
     /// No policy of this name.
     #[error("unknown policy `{0}`: use {list}", list = policy::NAMES.join(", "))]
     UnknownPolicy(String),
     /// A value that makes no sense.
-    #[error("{section}: {key} {value} makes no sense: use {instead}")]
+    #[error("{section}: {key} {value} is not valid: use {instead}")]
     Value {
         /// Where it stands.
         section: String,
@@ -282,7 +280,7 @@ pub enum ConfigError {
         /// What it names.
         path: PathBuf,
         /// What is wrong with it.
-        why: &'static str,
+        why: String,
     },
     /// A device that the machine does not have.
     #[error("[devices.{0}]: no such device: the machine has {1}")]
@@ -293,7 +291,7 @@ pub enum ConfigError {
     )]
     NotUuid(String),
     /// No program could be managed.
-    #[error("max_sessions 0 makes no sense: use at least 1, such as the default of 4096")]
+    #[error("max_sessions 0 is out of range: use at least 1, such as the default of 4096")]
     NoSessions,
     /// Other processes would look elsewhere.
     #[error("the location of host memory must begin with a slash: `{0}` is not absolute")]
@@ -427,6 +425,8 @@ fn is_uuid(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use gpumux_core::admission::UserPolicy;
+
     use super::*;
 
     /// The fields of a struct of this file: name (none: its keys stand beside the others), type, and what is said of it.
@@ -464,6 +464,8 @@ mod tests {
             ..Config::default()
         };
         let defaults = serde_json::to_value(none).unwrap();
+        let ordinary = UserPolicy::new(String::new(), false, &UserRules::default());
+        let ordinary = serde_json::to_value(ordinary).unwrap();
         let kind = |kind: &str| match kind
             .strip_prefix("Option<")
             .and_then(|it| it.strip_suffix('>'))
@@ -492,7 +494,7 @@ mod tests {
             ("DeviceConfig", "Keys of `[devices.UUID]`"),
             (
                 "UserRules",
-                "Keys of `[defaults]`, `[unix_groups.NAME]` and `[users.NAME]`",
+                "Keys of `[defaults]`, and of `[unix_groups.NAME]` and `[users.NAME]`, which default to those",
             ),
             ("Reserve", "Keys of `[reserve]`"),
             ("TamperRule", "Keys of `[tampering]`"),
@@ -508,16 +510,17 @@ mod tests {
                     "HostMemory" => &defaults["host_memory"],
                     "Reserve" => &defaults["reserve"],
                     "TamperRule" => &defaults["tampering"],
-                    "UserRules" | "DeclaredTenant" => &serde_json::Value::Null,
+                    "UserRules" => &ordinary,
+                    "DeclaredTenant" => &serde_json::Value::Null,
                     _ => &defaults,
                 };
-                let default = match &values[&name] {
-                    serde_json::Value::Null => "none".into(),
-                    value if of != "DeviceConfig" && !value.is_object() => format!("`{value}`"),
-                    _ => "none".into(),
+                let unset = said.split_once(" Unset: ");
+                let default = match (unset, &values[&name]) {
+                    (Some((_, unset)), _) => unset.trim_end_matches('.').to_owned(),
+                    (None, serde_json::Value::Null | serde_json::Value::Object(_)) => "none".into(),
+                    (None, value) => format!("`{value}`"),
                 };
-                // Links into the code lead nowhere in a book.
-                let said = said.replace("[`crate::paths::runtime_dir`]", "`gpumux daemon --help`");
+                let said = unset.map_or(said.as_str(), |(said, _)| said);
                 let (name, kind) = match name.as_str() {
                     "" => ("a setting's name".into(), "text, number, size or time"),
                     name => (format!("`{name}`"), kind(&value)),

@@ -1,6 +1,6 @@
 //! What makes a configuration unusable on this machine: it is held against the machine's users and folders.
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 use gpumux_core::{
     TenantId, TenantSpec, UserId,
@@ -19,12 +19,14 @@ use crate::{
 pub fn mistakes(config: &Config) -> Vec<ConfigError> {
     let mut mistakes: Vec<ConfigError> = config.check().err().into_iter().collect();
     mistakes.extend(users::unknown(config).into_iter().map(ConfigError::Unknown));
+    let own = "and no client would find the daemon: choose a folder of your own";
+    mistakes.extend(unusable("runtime_dir", config.runtime_dir.as_deref(), own));
     let location = config.host_memory.location.as_ref();
     if let Some(path) = location.filter(|path| !path.is_dir()) {
         mistakes.push(ConfigError::Missing {
             key: "location of [host_memory]",
             path: path.clone(),
-            why: "which is no folder: make it",
+            why: "which is no folder: make it".into(),
         });
     }
     let users = Users::new(Arc::new(config.clone()));
@@ -35,11 +37,17 @@ pub fn mistakes(config: &Config) -> Vec<ConfigError> {
     mistakes
 }
 
-/// All that the configuration names and the machine lacks now: files, and devices, of which it has these, if that is known. A
-/// daemon starts without them.
+/// All that the configuration names and the machine lacks now: files, a folder to write in, and devices, of which it has these, if that is
+/// known. A daemon starts without them.
 pub fn absences(config: &Config, devices: Option<&Numbers>) -> Vec<ConfigError> {
     let mut absent = Vec::new();
-    let files = [("nvml", &config.nvml), ("mps_control", &config.mps_control)];
+    let lost = "so that what `gpumux set` changes would be lost: make room there, or choose another folder";
+    absent.extend(unusable("state_dir", config.state_dir.as_deref(), lost));
+    let files = [
+        ("nvml", &config.nvml),
+        ("mps_control", &config.mps_control),
+        ("emulated", &config.emulated),
+    ];
     for (key, path) in files {
         // A bare name is looked up where the system looks for it.
         let missing = path
@@ -49,7 +57,7 @@ pub fn absences(config: &Config, devices: Option<&Numbers>) -> Vec<ConfigError> 
             absent.push(ConfigError::Missing {
                 key,
                 path,
-                why: "which does not exist",
+                why: "which does not exist".into(),
             });
         }
     }
@@ -71,6 +79,22 @@ pub fn absences(config: &Config, devices: Option<&Numbers>) -> Vec<ConfigError> 
         absent.extend(wrong.map(|error| ConfigError::Tenant(name.clone(), error.to_string())));
     }
     absent
+}
+
+/// A folder that cannot be made, or not be written: it is tried, and nothing is left of that.
+fn unusable(key: &'static str, dir: Option<&Path>, way: &str) -> Option<ConfigError> {
+    let dir = dir?;
+    let probe = dir
+        .ancestors()
+        .find(|it| it.exists())?
+        .join(".gpumux-probe");
+    let written = std::fs::write(&probe, [0; 4096]);
+    let _ = std::fs::remove_file(&probe);
+    Some(ConfigError::Missing {
+        key,
+        path: dir.to_owned(),
+        why: format!("which cannot be written ({}), {way}", written.err()?),
+    })
 }
 
 /// Why a declared tenant's user could not have it although the user had no other tenants, if so.
@@ -102,6 +126,42 @@ fn refused(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn folder_that_cannot_be_written_is_found() {
+        let parent = tempfile::tempdir().unwrap();
+        let in_the_way = parent.path().join("file");
+        std::fs::write(&in_the_way, "").unwrap();
+        let found = |dir: &Path| {
+            let config = Config {
+                state_dir: Some(dir.to_owned()),
+                runtime_dir: Some(dir.to_owned()),
+                nvml: None,
+                mps_control: None,
+                emulated: None,
+                ..Config::default()
+            };
+            let all = mistakes(&config).into_iter().chain(absences(&config, None));
+            all.map(|it| it.to_string()).collect::<Vec<_>>()
+        };
+        // The last is the kernel's: root cannot make files there either.
+        let below = in_the_way.join("below");
+        for dir in [&in_the_way, &below, Path::new("/proc/self/task")] {
+            let texts = found(dir);
+            let keys = ["runtime_dir names", "state_dir names"];
+            assert_eq!(texts.len(), keys.len(), "{texts:?}");
+            for (text, key) in texts.iter().zip(keys) {
+                assert!(
+                    text.starts_with(key) && text.contains("directory"),
+                    "{text}"
+                );
+            }
+        }
+        let new = parent.path().join("a/b");
+        assert!(found(&new).is_empty());
+        assert!(!new.exists(), "a check makes nothing");
+        assert_eq!(parent.path().read_dir().unwrap().count(), 1);
+    }
 
     #[test]
     fn check_finds_what_the_machine_lacks() {

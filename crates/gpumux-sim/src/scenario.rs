@@ -198,7 +198,7 @@ pub enum Error {
     #[error("the scenario cannot be read: {0}")]
     Toml(String),
     /// A number that makes no sense.
-    #[error("{field} {value} makes no sense: use {instead}")]
+    #[error("{field} {value} is not valid: use {instead}")]
     Number {
         /// Which.
         field: String,
@@ -689,7 +689,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         for (change, with, message) in [
-            ("seconds = 10", "seconds = 0", "seconds 0 makes no sense"),
+            ("seconds = 10", "seconds = 0", "seconds 0 is not valid"),
             ("seconds = 10", "seconds = 1e7", "from 0.001 to 1000000"),
             ("seconds = 10", "seconds = nan", "seconds NaN"),
             (
@@ -730,7 +730,7 @@ mod tests {
             (
                 "seconds = 10",
                 "seconds = 10\ntuning.turn_cost = -1",
-                "tuning.turn_cost -1 makes no sense: use a number from 0.001 to 1",
+                "tuning.turn_cost -1 is not valid: use a number from 0.001 to 1",
             ),
             (
                 "seconds = 10",
@@ -750,7 +750,7 @@ mod tests {
             (
                 "class = \"batch\"",
                 "timeslice_us = 2_000_000",
-                "timeslice_us 2000000 makes no sense: use a number from 1 to 1000000",
+                "timeslice_us 2000000 is not valid: use a number from 1 to 1000000",
             ),
             (
                 "class = \"latency\"",
@@ -762,7 +762,7 @@ mod tests {
             (
                 "rate = 100",
                 "rate = 1e12",
-                "rate 1000000000000 makes no sense",
+                "rate 1000000000000 is not valid",
             ),
             (
                 "{ kind = \"periodic\", rate = 100 }",

@@ -85,14 +85,14 @@ pub struct UserRules {
     /// Weight of the user where a device is divided among users, 0.001 to 1000.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<f64>,
-    /// A tenant's guarantees lapse after so many seconds (or a time such as `"10min"`) without work, until it has work again and they can be had; 0: never.
+    /// A tenant's guarantees lapse after so many seconds (or a time such as `"10min"`) without work, until it has work again and they can be had; 0: never. Unset: never.
     #[serde(
         deserialize_with = "quantity::read_some_seconds",
         skip_serializing_if = "Option::is_none"
     )]
     pub guarantee_expires_s: Option<u64>,
     /// The trust domain of `batch` tenants without guarantees that name none: they share devices in space, where a fault of one ends all of
-    /// them; `""`: none.
+    /// them; `""`: none. Unset: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_trust: Option<String>,
 }
@@ -203,10 +203,11 @@ impl UserRules {
     }
 }
 
-/// What one user's tenants may have.
-#[derive(Clone, Debug, PartialEq)]
+/// What one user's tenants may have. The keys are those of [`UserRules`].
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct UserPolicy {
     /// What people call the user.
+    #[serde(skip)]
     pub user: String,
     /// Classes that its tenants may have.
     pub classes: BTreeSet<Class>,
