@@ -352,3 +352,36 @@ fn system_time_that_is_set_stops_no_tenant_and_accuses_none() {
         }
     }
 }
+
+#[test]
+fn second_daemon_of_a_device_is_refused() {
+    let Some(mut node) = without_daemon() else {
+        return;
+    };
+    node.start_daemon();
+    let other = tempfile::tempdir().unwrap();
+    let second = || {
+        let mut command = node.gpumux(["daemon", "--runtime-dir"]);
+        command.arg(other.path());
+        command
+    };
+    let refused = second().run();
+    assert_eq!(refused.code(), 1, "{refused:?}");
+    let pid = node.daemon().pid();
+    for part in [
+        "GPU 0 (GPU-",
+        &format!("pid {pid}"),
+        &format!("`kill {pid}`"),
+    ] {
+        assert!(refused.err.contains(part), "{refused:?}");
+    }
+    let again = start(&node, "a");
+    assert_eq!(node.ps()["tenants"].as_array().map(Vec::len), Some(1));
+    drop(again);
+    let mut command = second();
+    node.kill_daemon();
+    let _next = Process::start(&mut command);
+    wait_for("the next daemon", PATIENCE, || {
+        UnixStream::connect(other.path().join("api.sock")).ok()
+    });
+}

@@ -282,12 +282,14 @@ fn instances_of_others_are_noticed_at_run_time() {
         ..Options::default()
     });
     let gpu = listed(&node)["uuid"].clone();
-    // Another daemon stands for another administrator.
+    // Another daemon stands for another administrator. It finds the devices by another name: a device has one daemon.
     let mut other = Node::with(Options {
         without_daemon: true,
         ..Options::default()
     });
-    other.set_variable("GPUMUX_EMU_SOCKET", node.dir().join("emu.sock"));
+    let server = other.dir().join("emu.sock");
+    std::fs::remove_file(&server).unwrap();
+    std::os::unix::fs::symlink(node.dir().join("emu.sock"), &server).unwrap();
     other.start_daemon();
     assert_eq!(listed(&other)["uuid"], gpu);
     let gpu = gpu.as_str().unwrap();

@@ -148,7 +148,7 @@ fn doctor_and_demo_disturb_no_tenant() {
     // A daemon of its own, beside this one's tenants, would bring the device to a stop.
     let demo = on_device("demo");
     assert!(demo.code() == 1, "{demo:?}");
-    assert!(demo.err.contains("uses the device"), "{demo:?}");
+    assert!(demo.err.contains("has the GPU"), "{demo:?}");
     let received = |tenant: &Value| tenant["domains"][0]["received_us"].as_u64().unwrap();
     let before = received(&node.find_tenant("night").unwrap());
     node.wait_tenant("night", |tenant| received(tenant) > before + 100_000);

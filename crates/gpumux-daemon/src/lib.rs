@@ -11,6 +11,7 @@ pub mod config;
 pub mod forward;
 pub mod paths;
 
+mod claims;
 mod devices;
 mod events;
 pub mod examine;

@@ -234,6 +234,11 @@ fn has_been_killed(pid: &str, lock: &File) -> bool {
         // The pid may be that of a process in another pid namespace.
         Some(holds_lock(&locks, pid, inode))
     };
+    holds() == Some(true) && pid.parse().is_ok_and(is_killed)
+}
+
+/// Whether nothing of a process can run any more, although it may be there yet.
+pub(crate) fn is_killed(pid: u32) -> bool {
     let tasks = || {
         let all = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
         let status = |task: io::Result<std::fs::DirEntry>| {
@@ -241,8 +246,7 @@ fn has_been_killed(pid: &str, lock: &File) -> bool {
         };
         all.map(status).collect::<Option<Vec<String>>>()
     };
-    holds() == Some(true)
-        && tasks().is_some_and(|tasks| !tasks.is_empty() && tasks.iter().all(|it| is_killed(it)))
+    tasks().is_some_and(|tasks| !tasks.is_empty() && tasks.iter().all(|it| has_ended(it)))
 }
 
 /// Whether `/proc/locks` (proc_locks(5)) shows that this process holds a lock on a file with this inode.
@@ -256,7 +260,7 @@ fn holds_lock(locks: &str, pid: &str, inode: u64) -> bool {
 }
 
 /// Whether a thread with this `/proc/PID/task/TID/status` (proc_pid_status(5)) has ended, or will not run before it does.
-fn is_killed(status: &str) -> bool {
+fn has_ended(status: &str) -> bool {
     let field = |name| {
         let mut lines = status.lines();
         lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
@@ -345,18 +349,18 @@ mod tests {
     }
 
     #[test]
-    fn killed_daemon_is_told_apart_from_one_that_stands_still() {
+    fn killed_daemon_differs_from_one_that_stands_still() {
         let status = |state: &str, pending: &str| {
             format!(
                 "Name:\tgpumux\nState:\t{state}\nSigPnd:\t{pending}\nShdPnd:\t0000000000000000\n"
             )
         };
         let none = "0000000000000000";
-        assert!(is_killed(&status("Z (zombie)", none)));
-        assert!(is_killed(&status("D (disk sleep)", "0000000000000100")));
-        assert!(!is_killed(&status("D (disk sleep)", none)));
-        assert!(!is_killed(&status("T (stopped)", "0000000000004000")));
-        assert!(!is_killed(""));
+        assert!(has_ended(&status("Z (zombie)", none)));
+        assert!(has_ended(&status("D (disk sleep)", "0000000000000100")));
+        assert!(!has_ended(&status("D (disk sleep)", none)));
+        assert!(!has_ended(&status("T (stopped)", "0000000000004000")));
+        assert!(!has_ended(""));
         let locks = "1: FLOCK  ADVISORY  WRITE 4207 00:1a:77 0 EOF\n2: POSIX  ADVISORY  WRITE 5 00:1a:78 0 EOF\n";
         assert!(holds_lock(locks, "4207", 77));
         assert!(!holds_lock(locks, "4207", 7) && !holds_lock(locks, "420", 77));

@@ -21,6 +21,7 @@ use tokio::{
 
 use crate::{
     api::{self, Api},
+    claims::{Claimed, Claims},
     config::{Config, ConfigError},
     devices::{self, Devices, Numbers},
     examine::Examiner,
@@ -58,6 +59,9 @@ pub enum Error {
     /// ([`DirError::AlreadyRunning`]).
     #[error(transparent)]
     Dir(#[from] DirError),
+    /// Another daemon has a device.
+    #[error(transparent)]
+    Claimed(#[from] Claimed),
     /// A socket cannot be made.
     #[error("cannot listen on {0}: {1}")]
     Listen(PathBuf, io::Error),
@@ -201,7 +205,8 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
         .map_err(|error| Error::Listen(session_socket.clone(), error))?;
     // The API's socket appears last: a client that finds it finds a daemon that is ready.
     let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
-    know(&devices, &scheduler).await?;
+    let mut claims = Claims::new(config.emulated.as_deref());
+    know(&mut claims, &devices, &scheduler).await?;
     // What has failed must not keep the rest from its daemon.
     let known = devices::numbered(&devices.list());
     for absence in absences(&config, Some(&known).filter(|known| !known.is_empty())) {
@@ -261,7 +266,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
             tracing::info!("no tenant runs any more: the daemon ends");
             Ok(())
         }
-        result = keep_house(&dir, &devices, &scheduler, looked) => result,
+        result = keep_house(&dir, &mut claims, &devices, &scheduler, looked) => result,
     };
 
     tell(&[NotifyState::Stopping]);
@@ -293,37 +298,18 @@ fn listen(socket: &Path) -> Result<OwnedFd, Error> {
     Ok(listener)
 }
 
-/// Where what survives the machine's end is kept.
+/// Where what survives the machine's end is kept. One that cannot be written is reported with what else is absent.
 fn state_dir(config: &Config, runtime_dir: &Path) -> PathBuf {
-    let Some(dir) = &config.state_dir else {
-        return runtime_dir.to_owned();
-    };
-    if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(dir) {
-        // A disk that is full or read-only must not keep tenants from their daemon.
-        tracing::warn!(
-            %error,
-            "cannot use {}: what is set is lost when the machine ends; choose another with `state_dir` in the configuration",
-            dir.display()
-        );
-        return runtime_dir.to_owned();
-    }
-    if let Err(error) = try_to_write(dir) {
-        tracing::warn!(
-            %error,
-            "cannot write in {}: what is set from now on is lost when the daemon ends; make room there, or choose another with \
-             `state_dir` in the configuration",
-            dir.display()
-        );
-    }
-    dir.clone()
-}
-
-/// Whether files can be made in a folder: its disk may be full or read-only.
-fn try_to_write(dir: &Path) -> io::Result<()> {
-    let probe = dir.join(".gpumux-probe");
-    let written = std::fs::write(&probe, [0; 4096]);
-    let _ = std::fs::remove_file(&probe);
-    written
+    let dir = config.state_dir.as_ref();
+    // A disk that is full or read-only must not keep tenants from their daemon.
+    let made = dir.filter(|dir| {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(dir)
+            .is_ok()
+    });
+    made.map_or_else(|| runtime_dir.to_owned(), PathBuf::clone)
 }
 
 async fn listen_tcp(address: SocketAddr) -> Result<TcpListener, Error> {
@@ -347,6 +333,7 @@ async fn idle_for(tenants: &Tenants, idle: Option<Duration>) {
 /// Tells the scheduler of devices, and the service manager that all is well. Returns when the daemon cannot go on.
 async fn keep_house(
     dir: &RuntimeDir,
+    claims: &mut Claims,
     devices: &Devices,
     scheduler: &Handle,
     mut looked: watch::Receiver<bool>,
@@ -358,6 +345,7 @@ async fn keep_house(
         tokio::select! {
             _ = beat.tick() => {
                 dir.check()?;
+                claims.answer();
                 // Only a scheduler that still works is well.
                 look_for_stopped(scheduler).await?;
                 if watched {
@@ -366,7 +354,7 @@ async fn keep_house(
             }
             changed = looked.changed(), if nvml => {
                 nvml = changed.is_ok();
-                know(devices, scheduler).await?;
+                know(claims, devices, scheduler).await?;
             }
         }
     }
@@ -388,11 +376,11 @@ async fn look_for_stopped(scheduler: &Handle) -> Result<(), Stopped> {
         .await
 }
 
-async fn know(devices: &Devices, scheduler: &Handle) -> Result<(), Stopped> {
+async fn know(claims: &mut Claims, devices: &Devices, scheduler: &Handle) -> Result<(), Error> {
     let known = devices.list();
-    scheduler
-        .ask(|answer| Command::KnowDevices(known, answer))
-        .await
+    claims.claim(&known)?;
+    let known = |answer| Command::KnowDevices(known, answer);
+    Ok(scheduler.ask(known).await?)
 }
 
 /// Without a service manager the notice has no receiver.

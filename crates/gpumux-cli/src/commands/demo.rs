@@ -115,19 +115,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Another daemon on a device whose tenants run would bring it to a stop: each would let one batch tenant run
-/// with the shortest timeslice, and the device would switch between the two without end.
+/// A device has one daemon, and each round of a demo has its own.
 fn refuse_company() -> anyhow::Result<()> {
-    let dir = paths::find();
-    let tenants = client::block(async |client| client.tenants().await).unwrap_or_default();
-    if let Some(tenant) = tenants.iter().find(|tenant| !tenant.domains.is_empty()) {
-        bail!(
-            "tenant {} of the daemon in {} uses the device, and a demo has a daemon of its own: end its tenants first, or use --emulated",
-            tenant.name,
-            dir.display()
-        );
-    }
-    Ok(())
+    let Ok(status) = client::block(async |client| client.status().await) else {
+        return Ok(());
+    };
+    bail!(
+        "the daemon in {} (pid {}) has the GPU, and a demo has a daemon of its own: end that one with `kill {}`, or use --emulated",
+        status.runtime_dir,
+        status.pid,
+        status.pid
+    );
 }
 
 fn progress(seconds: u32) -> ProgressBar {

@@ -1,0 +1,226 @@
+//! Which daemon has a device. Two on one would bring it to a stop: each lets one batch tenant run with the shortest timeslice, and the device
+//! switches between the two.
+//!
+//! A claim is a socket with an abstract name made of user and UUID. The kernel releases it with its process, however that ends, and names
+//! process and user to each process that connects. A daemon gives way to one of its own user, and to root's. Other users' daemons control only
+//! their own processes, and could otherwise keep a machine's daemon from its devices. Containers with a network of their own are not seen.
+
+use std::{
+    collections::{BTreeMap, hash_map::DefaultHasher},
+    fmt,
+    hash::{Hash, Hasher},
+    os::fd::OwnedFd,
+    path::Path,
+    time::Duration,
+};
+
+use gpumux_wire::socket;
+use rustix::{io::ioctl_fionbio, net::SocketFlags, process::getuid};
+
+use crate::{devices::Known, paths, peer::credentials};
+
+/// Looks that may wait to be answered.
+const BACKLOG: i32 = 128;
+/// A daemon that ends may have its claims for so many times 10 ms yet.
+const ATTEMPTS: u32 = 30;
+
+/// Another daemon has a device.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{device} has a daemon already ({holder}), and two on one GPU would stop each other's tenants: {way}"
+)]
+pub struct Claimed {
+    device: String,
+    holder: Holder,
+    way: String,
+}
+
+/// A daemon's process, as the kernel names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Holder {
+    /// 0: it is in another pid namespace.
+    pid: u32,
+    uid: u32,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.pid {
+            0 => write!(f, "in another container, uid {}", self.uid),
+            pid => write!(f, "pid {pid}, uid {}", self.uid),
+        }
+    }
+}
+
+/// The devices that this daemon has.
+pub(crate) struct Claims {
+    /// What tells emulated devices of one UUID apart.
+    server: String,
+    held: BTreeMap<String, OwnedFd>,
+}
+
+impl Claims {
+    /// None yet; `emulated` is the server's socket if the devices are emulated.
+    pub(crate) fn new(emulated: Option<&Path>) -> Self {
+        let server = emulated.map(|socket| {
+            let mut hash = DefaultHasher::new();
+            socket.hash(&mut hash);
+            format!("@{:x}", hash.finish())
+        });
+        Self {
+            server: server.unwrap_or_default(),
+            held: BTreeMap::new(),
+        }
+    }
+
+    /// Claims those that are not claimed yet.
+    ///
+    /// # Errors
+    /// When another daemon has one.
+    pub(crate) fn claim(&mut self, devices: &[Known]) -> Result<(), Claimed> {
+        for device in devices {
+            if self.held.contains_key(&device.uuid) {
+                continue;
+            }
+            match self.take(&device.uuid) {
+                Ok(Some(socket)) => drop(self.held.insert(device.uuid.clone(), socket)),
+                Ok(None) => {}
+                Err(holder) => {
+                    return Err(Claimed {
+                        device: format!("GPU {} ({})", device.gpu, device.uuid),
+                        holder,
+                        way: match holder.pid {
+                            0 => "end one of them, or start this one where the device is not seen"
+                                .into(),
+                            pid => format!(
+                                "use that one (`gpumux ps`), or end it with `kill {pid}` and start this one again"
+                            ),
+                        },
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets go of the processes that have looked.
+    pub(crate) fn answer(&self) {
+        for socket in self.held.values() {
+            while rustix::net::accept(socket).is_ok() {}
+        }
+    }
+
+    fn name(&self, uid: u32, uuid: &str) -> Vec<u8> {
+        format!("gpumux/{uid}/{uuid}{}", self.server).into_bytes()
+    }
+
+    /// Claims one; none where a process stands in the way that must not stop this one.
+    fn take(&self, uuid: &str) -> Result<Option<OwnedFd>, Holder> {
+        let own = getuid().as_raw();
+        let mut holder = None;
+        for attempt in 0..ATTEMPTS {
+            if attempt > 0 {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            holder = [0, own].into_iter().find_map(|uid| self.holder(uid, uuid));
+            if holder.is_some() {
+                continue;
+            }
+            match claim(&self.name(own, uuid)) {
+                Ok(socket) => return Ok(Some(socket)),
+                Err(error) => tracing::debug!(uuid, %error, "cannot claim the device"),
+            }
+        }
+        match holder {
+            Some(holder) => Err(holder),
+            None => {
+                tracing::warn!(
+                    uuid,
+                    "cannot claim the device, whose name a process of another user or one that was killed and hangs has: a second \
+                     daemon would not notice this one"
+                );
+                Ok(None)
+            }
+        }
+    }
+
+    /// The daemon of this user that has a device. A process of another user counts as little as one that cannot run any more.
+    fn holder(&self, uid: u32, uuid: &str) -> Option<Holder> {
+        let name = self.name(uid, uuid);
+        let socket = socket::connect_abstract(&name, SocketFlags::NONBLOCK).ok()?;
+        let (pid, peer) = credentials(&socket).ok()?;
+        let counts = peer == uid && !paths::is_killed(pid);
+        counts.then_some(Holder { pid, uid })
+    }
+}
+
+fn claim(name: &[u8]) -> std::io::Result<OwnedFd> {
+    let socket = socket::listen_abstract(name, BACKLOG)?;
+    ioctl_fionbio(&socket, true)?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(uuid: &str) -> Known {
+        Known {
+            uuid: uuid.into(),
+            gpu: 3,
+            ..Known::default()
+        }
+    }
+
+    /// Claims of a machine of this test's own.
+    fn claims(server: &Path) -> Claims {
+        Claims::new(Some(server))
+    }
+
+    #[test]
+    fn second_daemon_is_refused_with_device_holder_and_way_out() {
+        let machine = tempfile::tempdir().unwrap();
+        let (gpu, instance) = (device("GPU-1"), device("MIG-1"));
+        let mut first = claims(machine.path());
+        first.claim(std::slice::from_ref(&gpu)).unwrap();
+        first.claim(&[gpu.clone(), instance.clone()]).unwrap();
+        let mut second = claims(machine.path());
+        let error = second.claim(&[instance.clone()]).unwrap_err();
+        let own = std::process::id();
+        assert_eq!(error.holder.pid, own);
+        let text = error.to_string();
+        for part in [
+            "GPU 3 (MIG-1)",
+            &format!("pid {own}"),
+            &format!("`kill {own}`"),
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        // Its looks do not fill the queue of the first.
+        for _ in 0..2 * BACKLOG {
+            assert!(second.holder(getuid().as_raw(), "GPU-1").is_some());
+            first.answer();
+        }
+        drop(first);
+        second.claim(&[instance, gpu]).unwrap();
+    }
+
+    #[test]
+    fn other_instances_and_other_machines_devices_are_free() {
+        let (machine, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut first = claims(machine.path());
+        first.claim(&[device("MIG-1")]).unwrap();
+        claims(machine.path()).claim(&[device("MIG-2")]).unwrap();
+        claims(other.path()).claim(&[device("MIG-1")]).unwrap();
+    }
+
+    #[test]
+    fn process_of_another_user_keeps_no_daemon_from_a_device() {
+        let machine = tempfile::tempdir().unwrap();
+        let mut own = claims(machine.path());
+        // This process holds a name that is another user's.
+        let _squatted = claim(&own.name(4711, "GPU-1")).unwrap();
+        assert_eq!(own.holder(4711, "GPU-1"), None);
+        own.claim(&[device("GPU-1")]).unwrap();
+    }
+}
