@@ -15,6 +15,26 @@ pub enum Error {
         /// What the reader met.
         source: csv::Error,
     },
+    /// A row has not the columns that were expected.
+    #[error("line {line}: {why}")]
+    Row {
+        /// Where.
+        line: u64,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A value is of another kind.
+    #[error("line {line}: {column} is `{value}`: {why}")]
+    Value {
+        /// Where.
+        line: u64,
+        /// The column.
+        column: String,
+        /// What is there.
+        value: String,
+        /// What is wrong with it.
+        why: String,
+    },
     /// A number is outside what a fleet can hold.
     #[error("line {line}: {what} of {name} is {value}, at most {most} is possible")]
     TooLarge {
@@ -72,15 +92,45 @@ struct PodRow {
 
 /// Rows with the lines on which they stand.
 fn rows<T: for<'a> Deserialize<'a>>(text: &str) -> impl Iterator<Item = Result<(u64, T), Error>> {
-    let reader = csv::Reader::from_reader(text.as_bytes());
-    let rows = reader.into_deserialize::<T>();
-    (2..).zip(rows).map(|(line, row)| match row {
-        Ok(row) => Ok((line, row)),
-        Err(source) => {
-            let line = source.position().map_or(line, csv::Position::line);
-            Err(Error::Csv { line, source })
-        }
+    let mut reader = csv::Reader::from_reader(text.as_bytes());
+    let headings = reader.headers().cloned().unwrap_or_default();
+    (2..).zip(reader.into_records()).map(move |(line, record)| {
+        let line_of = |at: Option<&csv::Position>| at.map_or(line, csv::Position::line);
+        let record = record.map_err(|source| Error::Csv {
+            line: line_of(source.position()),
+            source,
+        })?;
+        let line = line_of(record.position());
+        let row = record.deserialize(Some(&headings));
+        let row = row.map_err(|source| wrong(line, &headings, &record, source))?;
+        Ok((line, row))
     })
+}
+
+/// A row that is not what was expected: with column and value, if it is one of these.
+fn wrong(
+    line: u64,
+    headings: &csv::StringRecord,
+    row: &csv::StringRecord,
+    source: csv::Error,
+) -> Error {
+    let csv::ErrorKind::Deserialize { err, .. } = source.kind() else {
+        return Error::Csv { line, source };
+    };
+    let at = err.field().and_then(|field| usize::try_from(field).ok());
+    let of_column = at.and_then(|at| Some((headings.get(at)?, row.get(at)?)));
+    match of_column {
+        Some((column, value)) => Error::Value {
+            line,
+            column: column.to_owned(),
+            value: value.to_owned(),
+            why: err.kind().to_string(),
+        },
+        None => Error::Row {
+            line,
+            why: err.kind().to_string(),
+        },
+    }
 }
 
 /// The nodes of a list with the columns `sn,cpu_milli,memory_mib,gpu,model`, and where present `gpu_memory_mib` of each GPU.

@@ -45,7 +45,7 @@ fn replay_of_the_sample_orders_the_policies() {
 }
 
 #[test]
-fn list_with_an_impossible_number_names_the_line() {
+fn wrong_list_names_line_column_and_value() {
     let mut models = gpumux_fleet::model::Models::default();
     let error = |text: &str, models: &mut _| {
         gpumux_fleet::trace::nodes(text, models)
@@ -56,7 +56,14 @@ fn list_with_an_impossible_number_names_the_line() {
     let many = error(&format!("{head}a,1,1,1,T4\nb,1,1,17,T4\n"), &mut models);
     assert_eq!(many, "line 3: gpu of b is 17, at most 16 is possible");
     let no_number = error(&format!("{head}a,x,1,1,T4\n"), &mut models);
-    assert!(no_number.starts_with("line 2: "), "{no_number}");
+    assert_eq!(
+        no_number,
+        "line 2: cpu_milli is `x`: invalid digit found in string"
+    );
+    let no_column = error("sn,cpu_milli,memory_mib\na,1,1\n", &mut models);
+    assert_eq!(no_column, "line 2: missing field `gpu`");
+    let short = error(&format!("{head}a,1\n"), &mut models);
+    assert!(short.starts_with("line 2: "), "{short}");
 }
 
 #[test]
