@@ -383,7 +383,9 @@ class Gpumux(Mode):
 
     def start_daemon(self) -> None:
         """Starts the daemon, and waits until it answers."""
-        command = [self.binary, "daemon"]
+        # The modes of a benchmark have daemons of their own on one device, of which one works at a time. A daemon does not see those in other networks.
+        apart = ["unshare", "--net"] if os.geteuid() == 0 else []
+        command = [*apart, self.binary, "daemon"]
         for flag, value in (("--policy", self.policy), ("--mechanism", self.mechanism)):
             command += [flag, value] if value else []
         log = self.logs / f"daemon-{self.name}.log"
