@@ -24,6 +24,7 @@ pub mod controller;
 pub mod exports;
 pub mod gang;
 pub mod ledger;
+pub mod link;
 pub mod policy;
 pub mod quantity;
 pub mod recording;

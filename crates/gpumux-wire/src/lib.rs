@@ -18,7 +18,7 @@ pub mod socket;
 
 /// The atomics of shared words; `tests/loom.rs` has others in their place.
 mod sync {
-    pub(crate) use std::sync::atomic::{AtomicU64, Ordering, fence};
+    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 }
 
 /// The variable that tells a tenant's programs in bytes how much of a device's memory they may have, which some ask before they

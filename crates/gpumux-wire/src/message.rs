@@ -19,7 +19,8 @@ pub const PROTOCOL: u32 = 7;
 /// 7: elastic ranges: [`ELASTIC`].
 /// 8: memory that is kept over a fault: [`KEEPING`].
 /// 9: what programs are shown of a device: [`SHOWING`].
-pub const REVISION: u32 = 9;
+/// 10: copies between host and device: [`COPYING`].
+pub const REVISION: u32 = 10;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
 pub const SHARING: u32 = 4;
@@ -41,6 +42,10 @@ pub const KEEPING: u32 = 8;
 /// The revision from which on a program is shown a capacity before it has a session ([`Shim::Look`]), and is shown the same by the next
 /// daemon ([`Shim::Shown`]).
 pub const SHOWING: u32 = 9;
+
+/// The revision from which on copies between host and device are counted ([`crate::page::Slot::copied`]) and can be limited
+/// ([`Daemon::CopyRates`]).
+pub const COPYING: u32 = 10;
 
 /// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
 pub const LEAVING: u64 = 2;
@@ -470,6 +475,14 @@ pub enum Daemon {
         device: String,
         /// So many bytes shall come free, if there are so many.
         bytes: u64,
+    },
+    /// From revision 10 on. How fast the process may copy between the host and a group's device, until another message. At first: as
+    /// fast as it can.
+    CopyRates {
+        /// Which group.
+        key: u32,
+        /// By [`crate::page::Direction`], in bytes a second; none: as fast as it can.
+        rates: [Option<u64>; 2],
     },
 }
 

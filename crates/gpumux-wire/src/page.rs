@@ -22,7 +22,7 @@ use crate::{
     sync::{AtomicU64, Ordering},
 };
 
-pub use crate::slot::{Arrival, HintCounts, Slot, Waits, Work};
+pub use crate::slot::{Arrival, COPIED, Direction, HintCounts, Slot, Waits, Work};
 
 /// Groups that can have a slot.
 pub const SLOTS: usize = 64;
@@ -355,6 +355,19 @@ mod tests {
         // Between the words of older layouts and the slots, whose place has not changed.
         assert_eq!(std::mem::offset_of!(Layout, progress), 40);
         assert_eq!(std::mem::offset_of!(Layout, slots), 128);
+        assert_eq!(size_of::<Slot>(), 128);
+    }
+
+    #[test]
+    fn copies_are_counted_by_direction_and_go_round() {
+        let (writer, file) = Page::create().unwrap();
+        let reader = Page::open(&file).unwrap();
+        let (ours, theirs) = (writer.slot(3).unwrap(), reader.slot(3).unwrap());
+        ours.count_copy(Direction::ToHost, 3 * COPIED);
+        ours.count_copy(Direction::ToDevice, 1);
+        assert_eq!(theirs.copied(), [1, 3]);
+        ours.count_copy(Direction::ToHost, u64::from(u32::MAX) * COPIED);
+        assert_eq!(theirs.copied(), [1, 2]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::{
     clock::now_ns,
-    sync::{AtomicU64, Ordering, fence},
+    sync::{AtomicU32, AtomicU64, Ordering, fence},
 };
 
 /// Counters of one channel group, on cache lines of their own.
@@ -37,7 +37,21 @@ pub struct Slot {
     waiting: AtomicU64,
     /// Launches that have waited so.
     held: AtomicU64,
+    /// Copied between the host and the group's device, by [`Direction`], in units of [`COPIED`]; goes round. From revision 10 on.
+    copied: [AtomicU32; 2],
 }
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Direction {
+    /// From the host to the device.
+    ToDevice,
+    /// From the device to the host.
+    ToHost,
+}
+
+/// Unit in which copies are counted, in bytes: each is rounded up.
+pub const COPIED: u64 = 1024;
 
 /// When work came; no other came then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -223,6 +237,17 @@ impl Slot {
     /// How many launches have waited for a permit, whatever the writer put there.
     pub fn held_launches(&self) -> u64 {
         self.held.load(Ordering::Relaxed)
+    }
+
+    /// Counts a copy of so many bytes.
+    pub fn count_copy(&self, direction: Direction, bytes: u64) {
+        let units = bytes.div_ceil(COPIED) as u32;
+        self.copied[direction as usize].fetch_add(units, Ordering::Relaxed);
+    }
+
+    /// What was copied in both directions, by [`Direction`], in units of [`COPIED`], whatever the writer put there. Goes round.
+    pub fn copied(&self) -> [u32; 2] {
+        [0, 1].map(|n: usize| self.copied[n].load(Ordering::Relaxed))
     }
 
     /// Adds to the counts of hints.

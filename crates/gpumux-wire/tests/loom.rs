@@ -14,7 +14,7 @@ use loom::{
 mod slot;
 
 mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering, fence};
+    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 }
 
 mod clock {
