@@ -8,6 +8,7 @@ mod consoles;
 mod containers;
 mod contracts;
 mod controls;
+mod copies;
 mod cuda;
 mod devices;
 mod docs;

@@ -85,6 +85,11 @@ impl Link {
         self.at.is_none_or(|at| at + LOOK <= now)
     }
 
+    /// How long the last look is ago.
+    pub fn since(&self, now: Micros) -> Micros {
+        now.saturating_sub(self.at.unwrap_or(now))
+    }
+
     /// Takes what each tenant has copied since the last look, in bytes. `shares`: the share of each of these tenants, in their order,
     /// if only they want a device. Returns to what rates tenants are limited from now on, in bytes a second; the others are not.
     pub fn look(
@@ -93,7 +98,7 @@ impl Link {
         copied: &BTreeMap<TenantId, u64>,
         shares: impl Fn(&[TenantId]) -> Vec<f64>,
     ) -> &BTreeMap<TenantId, f64> {
-        let elapsed = now.saturating_sub(self.at.unwrap_or(now)).as_secs_f64();
+        let elapsed = self.since(now).as_secs_f64();
         self.at = Some(now);
         if elapsed <= 0.0 {
             return &self.limits;
@@ -133,7 +138,9 @@ impl Link {
             if !succeeds(had, entitled, rates) {
                 let had = had.iter().map(|(tenant, rate)| (*tenant, *rate));
                 let short: Vec<_> = had.filter(|it| is_short(entitled, *it)).collect();
-                short.into_iter().for_each(|it| self.becomes_content(now, it));
+                short
+                    .into_iter()
+                    .for_each(|it| self.becomes_content(now, it));
                 self.phase = Phase::Free;
                 return Rates::new();
             }
@@ -153,7 +160,8 @@ impl Link {
             }
             _ => {
                 let entitled = self.entitled(now, carried, rates, shares);
-                let short = |(tenant, rate): (&TenantId, &f64)| is_short(&entitled, (*tenant, *rate));
+                let short =
+                    |(tenant, rate): (&TenantId, &f64)| is_short(&entitled, (*tenant, *rate));
                 if carried < FULL * self.most || !rates.iter().any(short) {
                     return Rates::new();
                 }
@@ -224,7 +232,9 @@ fn is_short(entitled: &Rates, (tenant, rate): (TenantId, f64)) -> bool {
 
 /// What those are entitled to that have more.
 fn above(rates: &Rates, entitled: &Rates) -> Rates {
-    let own = entitled.iter().filter(|(tenant, own)| rates[tenant] > **own);
+    let own = entitled
+        .iter()
+        .filter(|(tenant, own)| rates[tenant] > **own);
     own.map(|(tenant, own)| (*tenant, *own)).collect()
 }
 

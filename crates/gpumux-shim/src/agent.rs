@@ -35,7 +35,7 @@ use crate::{
     process::{Agent, Picture, Process},
     rescue::Rescue,
     unlisted, work,
-    work::{hold, permits},
+    work::{copies, hold, permits},
 };
 
 /// How long the daemon may take to answer a hello.
@@ -383,6 +383,7 @@ impl Session {
                         self.shared_memory.push_back(order)
                     }
                     Ok(Some((Daemon::Permits { key }, file))) => self.wait_to_launch(key, file),
+                    Ok(Some((Daemon::CopyRates { key, rates }, _))) => copies::limit(key, rates),
                     Ok(Some((Daemon::Trim, _))) => allocate::trim(),
                     Ok(Some((Daemon::HostMemory { location, scrub }, _))) => {
                         self.mover.set_rules(location, scrub);
@@ -580,6 +581,7 @@ impl Session {
         hold::set_policy(0, false);
         // Also what a daemon that stands still had sent before.
         permits::release();
+        copies::release();
         let rescue = self.rescue;
         rescue.end(self.process);
         if !self.mover.bring_back(socket) {

@@ -43,7 +43,12 @@ use crate::{
         vmm::Access,
     },
     unlisted, work,
-    work::{graphs, meter::Piece, predictor::Call},
+    work::{
+        copies::{Plane, Volume},
+        graphs,
+        meter::Piece,
+        predictor::Call,
+    },
 };
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`
@@ -396,10 +401,18 @@ hooks! {
     // What may tell that work is coming.
     [cuMemcpyHtoD_v2_ptds] cuMemcpyHtoD_v2(to: CUdeviceptr, from: *const c_void, bytes: usize) (real, own) => work::input(Call::Copy, bytes, || work::from_host(ptr::null_mut(), own, bytes, real));
     [cuMemcpyHtoDAsync_v2_ptsz] cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) (real, own) => work::input(Call::AsyncCopy, bytes, || work::from_host(stream, own, bytes, real));
-    [cuMemcpyAsync_ptsz] cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) (real, own) => work::input(Call::AsyncCopy, bytes, || work::either(stream, own, real));
-    [cuMemcpy_ptds] cuMemcpy(to: CUdeviceptr, from: CUdeviceptr, bytes: usize) (real, own) => work::input(Call::Copy, bytes, || work::either(ptr::null_mut(), own, real));
+    [cuMemcpyAsync_ptsz] cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) (real, own) => work::input(Call::AsyncCopy, bytes, || work::between(stream, own, (to, from, bytes), real));
+    [cuMemcpy_ptds] cuMemcpy(to: CUdeviceptr, from: CUdeviceptr, bytes: usize) (real, own) => work::input(Call::Copy, bytes, || work::between(ptr::null_mut(), own, (to, from, bytes), real));
     cuMemHostRegister_v2(memory: *mut c_void, bytes: usize, flags: c_uint) (real) => work::input(Call::Register, bytes, || gate::through(real));
     [cuStreamWaitEvent_ptsz] cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint) (real, _own) => work::input(Call::Wait, 0, real);
+
+    // What goes over the link between host and device.
+    [cuMemcpyDtoHAsync_v2_ptsz] cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) (real, own) => work::to_host(stream, own, bytes, || work::copy(stream, own, real));
+    [cuMemcpy2D_v2_ptds] cuMemcpy2D_v2(shape: *const Plane) (real, own) => unsafe { work::shaped(ptr::null_mut(), own, shape, real) };
+    [cuMemcpy2DUnaligned_v2_ptds] cuMemcpy2DUnaligned_v2(shape: *const Plane) (real, own) => unsafe { work::shaped(ptr::null_mut(), own, shape, real) };
+    [cuMemcpy2DAsync_v2_ptsz] cuMemcpy2DAsync_v2(shape: *const Plane, stream: CUstream) (real, own) => unsafe { work::shaped(stream, own, shape, real) };
+    [cuMemcpy3D_v2_ptds] cuMemcpy3D_v2(shape: *const Volume) (real, own) => unsafe { work::shaped(ptr::null_mut(), own, shape, real) };
+    [cuMemcpy3DAsync_v2_ptsz] cuMemcpy3DAsync_v2(shape: *const Volume, stream: CUstream) (real, own) => unsafe { work::shaped(stream, own, shape, real) };
 
     // What tells that work is submitted.
     [cuLaunchHostFunc_ptsz] cuLaunchHostFunc(stream: CUstream, function_: *mut c_void, data: *mut c_void) (real, _own) => work::call_back(real);
@@ -409,7 +422,7 @@ hooks! {
     // What tells that work is done.
     [cuStreamSynchronize_ptsz] cuStreamSynchronize(stream: CUstream) (real, own) => work::observe_stream(stream, own, || gate::after(real));
     [cuStreamQuery_ptsz] cuStreamQuery(stream: CUstream) (real, own) => work::observe_stream(stream, own, real);
-    [cuMemcpyDtoH_v2_ptds] cuMemcpyDtoH_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize) (real, own) => work::observe_stream(ptr::null_mut(), own, || gate::through(real));
+    [cuMemcpyDtoH_v2_ptds] cuMemcpyDtoH_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize) (real, own) => work::to_host(ptr::null_mut(), own, bytes, || work::observe_stream(ptr::null_mut(), own, || gate::through(real)));
     cuCtxSynchronize() (real) => work::observe_context(ptr::null_mut(), || gate::after(real));
     cuCtxSynchronize_v2(context: CUcontext) (real) => work::observe_context(context, || gate::after(real));
     [cuEventRecord_ptsz] cuEventRecord(event: CUevent, stream: CUstream) (real, own) => work::record(event, stream, own, real);

@@ -20,7 +20,7 @@ use gpumux_wire::lease::{LOOK, Leased};
 use crate::{
     ground::{control_files::Kind, guard},
     process::{Agent, Process},
-    work::permits,
+    work::{copies, permits},
 };
 
 /// The shortest timeslice, in µs, with which a group runs without a daemon: a switch takes up to 185 µs (H100 and H200,
@@ -255,6 +255,7 @@ impl State {
     /// Returns what controlled the groups until now.
     fn end(&mut self, stalled: bool) -> Phase {
         permits::release();
+        copies::release();
         let ended = Phase::Ended {
             stalled,
             expired: None,

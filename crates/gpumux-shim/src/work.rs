@@ -15,6 +15,7 @@
 //! poller cannot ask about per-thread default streams: those become idle when their thread synchronises.
 
 mod contexts;
+pub(crate) mod copies;
 mod events;
 pub(crate) mod graphs;
 pub(crate) mod hold;
@@ -29,7 +30,7 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-use gpumux_wire::page::Page;
+use gpumux_wire::page::{Direction, Page};
 
 pub(crate) use self::{
     contexts::{
@@ -41,6 +42,7 @@ pub(crate) use self::{
     streams::{has_failed, is_fatal},
 };
 use self::{
+    copies::{Shape, Way, transfer},
     meter::Piece,
     permits::On,
     poller::reap,
@@ -53,7 +55,7 @@ use self::{
 };
 use crate::ground::{
     context::{self, current_context, is_capturing_anywhere, page, within},
-    driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS, functions},
+    driver::{self, CUcontext, CUdeviceptr, CUevent, CUresult, CUstream, SUCCESS, functions},
     gate,
 };
 
@@ -202,9 +204,53 @@ pub(crate) fn from_host(
     bytes: usize,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    match bytes <= STAGED {
+    let way = Way::Known(Direction::ToDevice);
+    transfer(stream, own, (way, bytes), || match bytes <= STAGED {
         true => either(stream, own, real),
         false => copy(stream, own, real),
+    })
+}
+
+/// The program copies so many bytes to the host.
+#[inline]
+pub(crate) fn to_host(
+    stream: CUstream,
+    own: bool,
+    bytes: usize,
+    call: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let way = Way::Known(Direction::ToHost);
+    transfer(stream, own, (way, bytes), call)
+}
+
+/// The program copies so many bytes between two addresses.
+#[inline]
+pub(crate) fn between(
+    stream: CUstream,
+    own: bool,
+    (to, from, bytes): (CUdeviceptr, CUdeviceptr, usize),
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let way = Way::Between(to, from);
+    transfer(stream, own, (way, bytes), || either(stream, own, real))
+}
+
+/// The program copies between planes or volumes.
+///
+/// # Safety
+/// `shape` must be null or what the program passed.
+pub(crate) unsafe fn shaped<const N: usize, const M: usize, const D: usize>(
+    stream: CUstream,
+    own: bool,
+    shape: *const Shape<N, M, D>,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // SAFETY: the caller's.
+    let shape = unsafe { shape.as_ref() };
+    let call = || either(stream, own, real);
+    match shape.map(Shape::copied) {
+        Some(copied) => transfer(stream, own, copied, call),
+        None => call(),
     }
 }
 
@@ -439,6 +485,7 @@ pub(crate) fn in_child() {
     COPIES_LOST.store(false, Ordering::Release);
     hold::in_child();
     permits::in_child();
+    copies::in_child();
     gate::in_child();
 }
 

@@ -12,7 +12,8 @@ use gpumux_core::{
 };
 
 use super::types::{
-    CurveFrom, Device, Domain, Explanation, Fault, Neighbour, Placement, Tenant, TenantState,
+    Copying, CurveFrom, Device, Domain, Explanation, Fault, Neighbour, Placement, Tenant,
+    TenantState,
 };
 use crate::scheduler::AWAY;
 
@@ -170,6 +171,7 @@ fn received(tenant: &Tenant, devices: &[Device]) -> String {
             text + &measured(tenant, uuid, share)
         })
         .collect();
+    parts.extend((tenant.devices.iter()).filter_map(|uuid| copies(tenant, uuid, devices)));
     if parts.is_empty() {
         parts.push("nothing: it has used no GPU yet".into());
     }
@@ -185,6 +187,24 @@ fn received(tenant: &Tenant, devices: &[Device]) -> String {
         ));
     }
     parts.join("; ")
+}
+
+/// What it copies between the host and a device, if it does.
+fn copies(tenant: &Tenant, uuid: &str, devices: &[Device]) -> Option<String> {
+    let gb = |rate: u64| format!("{:.1} GB/s", rate as f64 / 1e9);
+    let one = |(copying, to): (Copying, &str)| {
+        let limit = copying.limit.map_or_else(String::new, |limit| {
+            format!(
+                " (limited to {}, as others have less than their shares)",
+                gb(limit)
+            )
+        });
+        (copying.rate > 0).then(|| format!("{} to {to}{limit}", gb(copying.rate)))
+    };
+    let gpu = gpu(uuid, devices);
+    let ways = tenant.copies(uuid).into_iter().zip([&*gpu, "the host"]);
+    let ways: Vec<String> = ways.filter_map(one).collect();
+    (!ways.is_empty()).then(|| format!("it copies {}", ways.join(" and ")))
 }
 
 /// What the driver measured, where it differs.

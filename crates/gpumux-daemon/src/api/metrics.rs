@@ -162,6 +162,8 @@ metrics! {
         Counter "gpumux_tenant_slice_changes" "" "Timeslices set by the daemon." |t| t.slice_changes as f64;
         Counter "gpumux_tenant_undone_controls" "" "Timeslices and freezes that the tenant's process was found to have undone."
             |t| t.tampered as f64;
+        Counter "gpumux_tenant_copied_to_device" "bytes" "Bytes copied from the host to the device." |t| t.copied[0] as f64;
+        Counter "gpumux_tenant_copied_to_host" "bytes" "Bytes copied from the device to the host." |t| t.copied[1] as f64;
     }
     GROUP: GroupCounts {
         Gauge "gpumux_group_members" "" "Members of the MPS group." |g| g.members as f64;

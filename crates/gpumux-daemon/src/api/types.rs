@@ -550,6 +550,13 @@ impl Tenant {
         here.map(|it| it.received_share).sum()
     }
 
+    /// What it copies between the host and a device: to the device, and to the host.
+    pub fn copies(&self, device: &str) -> [Copying; 2] {
+        let here = || self.domains.iter().filter(|it| it.device == device);
+        let sum = |of: fn(&Domain) -> Copying| here().map(of).reduce(Copying::plus);
+        [sum(|it| it.copies.to_device), sum(|it| it.copies.to_host)].map(Option::unwrap_or_default)
+    }
+
     /// The members of its group, of all tenants, that keep more SMs until they end than its guarantee leaves them.
     pub fn hindered_by<'a>(&self, all: &'a [Self]) -> Vec<&'a str> {
         let group = |it: &Self| match it.placement.way {
@@ -828,10 +835,49 @@ pub struct Domain {
     pub slice_changes: u64,
     /// How often its process was found to have changed its slice, or to have run while it was frozen; both were set again.
     pub tampered: u64,
+    /// Its copies between the host and the device.
+    #[serde(default)]
+    pub copies: Copies,
     /// Why it has what it has.
     pub reason: String,
     /// Why it is not managed now: a control that does not move.
     pub error: Option<String>,
+}
+
+/// Copies between the host and a device, as the process's library counted them when it submitted them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Copies {
+    /// From the host to the device.
+    pub to_device: Copying,
+    /// From the device to the host.
+    pub to_host: Copying,
+}
+
+/// Copies in one direction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Copying {
+    /// Bytes so far.
+    pub bytes: u64,
+    /// Bytes a second, lately.
+    pub rate: u64,
+    /// Bytes a second to which the process is limited, since others have less than their shares; none: it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u64>,
+}
+
+impl Copying {
+    /// Both together. The sum is limited if both are.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            bytes: self.bytes.saturating_add(other.bytes),
+            rate: self.rate.saturating_add(other.rate),
+            limit: self
+                .limit
+                .zip(other.limit)
+                .map(|(a, b)| a.saturating_add(b)),
+        }
+    }
 }
 
 /// Why a tenant receives what it receives.

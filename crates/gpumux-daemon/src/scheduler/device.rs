@@ -9,6 +9,7 @@ use std::{
 use gpumux_core::{
     Control, DomainId, Micros, TenantId, Timeslice,
     controller::{Command, Controller, Event, Outcome},
+    link::Link,
     runlist::Runlist,
     tamper,
 };
@@ -54,6 +55,8 @@ pub(super) struct Device {
     pub(super) looks: u64,
     /// Whose time it is, among groups that are scheduled at launch.
     pub(super) runlist: Runlist,
+    /// Its link to the host, by [`gpumux_wire::page::Direction`].
+    pub(super) links: [Link; 2],
 }
 
 impl Device {
@@ -74,6 +77,7 @@ impl Device {
             #[cfg(test)]
             looks: 0,
             runlist: Runlist::default(),
+            links: Default::default(),
         }
     }
 

@@ -6,13 +6,16 @@ use gpumux_core::{
     Account, Demand, DomainId, Micros, Progress, RunState, TenantId, Timeslice, controller,
 };
 use gpumux_rm::Controls;
-use gpumux_wire::page::{Arrival, Page, Slot, Work};
+use gpumux_wire::{
+    message::COPYING,
+    page::{Arrival, COPIED, Direction, Page, Slot, Work},
+};
 
 use super::{
     permits::Launches,
     record::{Now, Totals, Who},
 };
-use crate::link::SessionId;
+use crate::{api::types, link::SessionId};
 
 /// Which group of which process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,6 +103,37 @@ pub(crate) struct Domain {
     stopped: Option<(Work, Micros)>,
     /// The device has ended what the stopped process had launched.
     spent: bool,
+    /// What its process had counted as copied at the last look.
+    copied: [u32; 2],
+    pub(super) copies: Copies,
+}
+
+/// Copies between the host and the device, by [`gpumux_wire::page::Direction`].
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Copies {
+    /// In bytes.
+    pub(super) total: [u64; 2],
+    /// Since the last look, in bytes.
+    pub(super) new: [u64; 2],
+    /// The same in bytes a second.
+    pub(super) rates: [u64; 2],
+    /// The last limits that its process was sent, in bytes a second.
+    pub(super) limits: [Option<u64>; 2],
+}
+
+impl Copies {
+    /// For people.
+    pub(super) fn shown(&self) -> types::Copies {
+        let copying = |n: usize| types::Copying {
+            bytes: self.total[n],
+            rate: self.rates[n],
+            limit: self.limits[n],
+        };
+        types::Copies {
+            to_device: copying(Direction::ToDevice as usize),
+            to_host: copying(Direction::ToHost as usize),
+        }
+    }
 }
 
 /// Longer than a process holds the device ahead of work that it expects soon.
@@ -139,9 +173,12 @@ impl Domain {
             worked: now,
             stopped: None,
             spent: false,
+            copied: [0; 2],
+            copies: Copies::default(),
         };
         // What it did before this session does not count.
         domain.new_holds();
+        domain.copied = domain.copied();
         domain
     }
 
@@ -301,6 +338,28 @@ impl Domain {
         given.checked_sub(before).filter(|times| *times > 0)
     }
 
+    fn copied(&self) -> [u32; 2] {
+        let slot = self.page.slot(self.member.key);
+        slot.map_or([0; 2], Slot::copied)
+    }
+
+    /// Looks at what its process has copied since the last look, so many seconds ago.
+    pub(super) fn note_copies(&mut self, elapsed: f64) {
+        let copied = self.copied();
+        let before = std::mem::replace(&mut self.copied, copied);
+        for (n, copies) in copied.iter().enumerate() {
+            let new = u64::from(copies.wrapping_sub(before[n])) * COPIED;
+            self.copies.new[n] = new;
+            self.copies.total[n] = self.copies.total[n].saturating_add(new);
+            self.copies.rates[n] = (new as f64 / elapsed.max(1e-6)) as u64;
+        }
+    }
+
+    /// Whether its process's library limits copies.
+    pub(super) fn limits_copies(&self) -> bool {
+        self.page.revision() >= COPYING
+    }
+
     /// Gives the group back as the driver library made it, as far as its controls succeed.
     pub(super) fn restore(&self, known: &controller::Domain) {
         // What a faulty domain really has is not known.
@@ -331,6 +390,7 @@ impl Domain {
             thaws: self.thaws,
             slice_changes: self.slice_changes,
             tampered: self.tampered,
+            copied: self.copies.total,
         }
     }
 

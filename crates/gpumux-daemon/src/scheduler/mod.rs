@@ -5,12 +5,13 @@
 //! process ends: that closes every session, upon which the tenants' agents thaw themselves. If it stands still,
 //! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
 //!
-//! `model`, `record` ← `domain`, `process`, `held`, `renewal`, `alarm` ← `device` ← `launches`, `state` ← `admission`, `expiry`, `foreign`,
+//! `model`, `record` ← `domain`, `process`, `held`, `renewal`, `alarm` ← `device` ← `launches`, `state` ← `copies`, `admission`, `expiry`, `foreign`,
 //! `tamper`, `crashes`, `memory` ← `engine` ← `step`, `view`, `relocation` ← `command` ← `thread`.
 
 mod admission;
 mod alarm;
 mod command;
+mod copies;
 mod crashes;
 mod device;
 mod domain;

@@ -109,6 +109,8 @@ pub(crate) struct Totals {
     pub(crate) thaws: u64,
     pub(crate) slice_changes: u64,
     pub(crate) tampered: u64,
+    /// Bytes copied between host and device, by [`gpumux_wire::page::Direction`].
+    pub(crate) copied: [u64; 2],
 }
 
 impl std::ops::AddAssign for Totals {
@@ -122,6 +124,9 @@ impl std::ops::AddAssign for Totals {
         self.thaws += other.thaws;
         self.slice_changes += other.slice_changes;
         self.tampered += other.tampered;
+        for (sum, more) in self.copied.iter_mut().zip(other.copied) {
+            *sum = sum.saturating_add(more);
+        }
     }
 }
 

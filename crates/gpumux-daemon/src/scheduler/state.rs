@@ -8,9 +8,9 @@ use std::{
 };
 
 use gpumux_core::{
-    Costs, DomainId, Micros, TenantId, TenantSpec, UserId,
+    Costs, DomainId, Micros, Policy, Snapshot, TenantId, TenantSpec, TenantState, UserId,
     controller::{self, Controller},
-    policy,
+    policy::{self, Bound},
 };
 use gpumux_wire::Daemon;
 use tokio::sync::mpsc::UnboundedSender;
@@ -171,6 +171,26 @@ impl State {
         for device in self.devices.values_mut() {
             device.ended.remove(&tenant);
         }
+    }
+
+    /// What each of these tenants is sure of on a device if all of them have work: its share, and its longest wait.
+    pub(super) fn bounds(
+        &self,
+        policy: &dyn Policy,
+        tenants: &BTreeSet<TenantId>,
+    ) -> BTreeMap<TenantId, Bound> {
+        let present = self.tenants.iter().filter(|(id, _)| tenants.contains(id));
+        let tenants = present.map(|(id, spec)| TenantState {
+            id: *id,
+            user: self.users.get(id).copied().unwrap_or_default(),
+            spec: spec.clone(),
+        });
+        let snapshot = Snapshot {
+            users: self.weights.clone(),
+            ..Snapshot::of_tenants(tenants.collect())
+        };
+        let bounds = policy.bounds(&snapshot).into_iter();
+        bounds.map(|bound| (bound.tenant, bound)).collect()
     }
 
     /// Whether a tenant may use a device.

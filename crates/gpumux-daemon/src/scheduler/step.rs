@@ -92,6 +92,7 @@ impl Engine {
                 let _ = self.state.reaper.send(Box::new(held));
             }
         }
+        self.state.share_links(start);
         self.judge();
         self.crashes.report(&mut self.state);
         self.crashes.report_stuck(&mut self.state, start);

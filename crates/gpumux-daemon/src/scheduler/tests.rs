@@ -40,6 +40,7 @@ use crate::{
 };
 
 mod controls;
+mod copies;
 mod effort;
 mod groups;
 mod guarantees;

@@ -6,9 +6,8 @@ use std::{
 };
 
 use gpumux_core::{
-    Micros, Policy, Snapshot, TenantId, TenantState,
+    Micros, TenantId,
     broker::{Line, Standing},
-    policy::Bound,
     runlist::Mechanism,
 };
 
@@ -17,7 +16,6 @@ use super::{
     domain,
     engine::Engine,
     record::{Counted, History, Totals},
-    state::State,
 };
 use crate::api::types;
 
@@ -102,7 +100,7 @@ impl Engine {
         }
         for (uuid, device) in &self.state.devices {
             let policy = self.state.controller.policy(device.index);
-            let entitled = entitled(&self.state, policy, device);
+            let entitled = self.state.bounds(policy, &device.tenants());
             view.devices.push(types::Device {
                 uuid: uuid.clone(),
                 index: None,
@@ -162,6 +160,7 @@ impl Engine {
                     },
                     refused: domain.launches.as_ref().map(|it| it.why.to_string()),
                     held_launches: domain.held_launches(),
+                    copies: domain.copies.shown(),
                     reason: has.reason.into(),
                     error: (domain.error.clone()).filter(|_| known.is_faulty()),
                 };
@@ -171,21 +170,4 @@ impl Engine {
         }
         view
     }
-}
-
-/// What each tenant of a device is sure of if all of them have work: its share, and its longest wait.
-fn entitled(state: &State, policy: &dyn Policy, device: &Device) -> BTreeMap<TenantId, Bound> {
-    let here = device.tenants();
-    let present = state.tenants.iter().filter(|(id, _)| here.contains(id));
-    let tenants = present.map(|(id, spec)| TenantState {
-        id: *id,
-        user: state.users.get(id).copied().unwrap_or_default(),
-        spec: spec.clone(),
-    });
-    let snapshot = Snapshot {
-        users: state.weights.clone(),
-        ..Snapshot::of_tenants(tenants.collect())
-    };
-    let bounds = policy.bounds(&snapshot).into_iter();
-    bounds.map(|bound| (bound.tenant, bound)).collect()
 }

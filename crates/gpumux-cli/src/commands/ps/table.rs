@@ -7,7 +7,9 @@ use gpumux_core::{
     runlist::Mechanism,
     space::Way,
 };
-use gpumux_daemon::api::types::{Device, Domain, Ended, Fault, MemoryShare, Placement, Tenant};
+use gpumux_daemon::api::types::{
+    Copying, Device, Domain, Ended, Fault, MemoryShare, Placement, Tenant,
+};
 
 use crate::output;
 
@@ -182,6 +184,7 @@ pub(super) fn wide(tenants: &[Tenant], devices: &[Device], now: SystemTime) -> S
         "WEIGHT",
         "WAIT",
         "TIMESLICE",
+        "COPIES",
         "SHARING",
         "MEMORY",
         "MEM LIMIT",
@@ -219,6 +222,7 @@ pub(super) fn wide(tenants: &[Tenant], devices: &[Device], now: SystemTime) -> S
             row.push(tenant.spec.weight.to_string());
             row.push(waited(tenant).map_or_else(dash, percent));
             row.push(device.map_or_else(dash, |device| slices(&domains(device))));
+            row.push(device.map_or_else(dash, |device| copies(tenant, device)));
             row.push(sharing(&tenant.placement));
             let memory = tenant.memory.iter().find(|it| Some(&it.device) == device);
             row.extend(memory.map_or_else(|| vec![dash(); 3], memory_columns));
@@ -272,6 +276,18 @@ fn slices(domains: &[&Domain]) -> String {
     all.sort();
     all.dedup();
     all.join(",")
+}
+
+/// Bytes a second to the device and to the host, with a star where they are limited.
+fn copies(tenant: &Tenant, device: &str) -> String {
+    let one = |copying: Copying| {
+        let star = if copying.limit.is_some() { "*" } else { "" };
+        format!("{}/s{star}", output::bytes(copying.rate))
+    };
+    match tenant.copies(device) {
+        ways if ways.iter().all(|it| it.rate == 0) => "-".into(),
+        [to_device, to_host] => format!("{} in, {} out", one(to_device), one(to_host)),
+    }
 }
 
 fn sharing(placement: &Placement) -> String {
