@@ -5,12 +5,12 @@
 //!
 //! Neither what the link can carry nor how much a tenant would like to copy is known, only how much it has copied. Both are found by a
 //! *trial*. While no tenant is limited, the sum of all rates is what the link carries. If a tenant has less than its share of that, the
-//! tenants above their shares are limited for one look. If the first then copies more, the limits stay. Else they are lifted, and the
-//! tenant is *content*: for a while, what it does not use is the others'. Limits are renewed by a new trial every [`KEEP`], since the link
-//! may carry more or less by then.
+//! tenants above their shares are limited for one look. If the first then copies more, the limits stay, and else they are lifted. A tenant
+//! that does not take its share although it could is *content*: for a while, what it does not use is the others'. Limits are renewed by a
+//! new trial every [`KEEP`], since the link may carry more or less by then.
 //!
-//! A tenant that is limited may have what others leave of their shares, but for [`SLACK`]: by that, a tenant that begins to copy more is
-//! noticed.
+//! Only while others are limited to their shares does a low rate show that a tenant is content. So nothing is ever lent by what it has
+//! while they have more: it would have less, and more would be lent.
 
 use std::collections::BTreeMap;
 
@@ -22,10 +22,13 @@ pub const LOOK: Micros = Micros::from_millis(200);
 /// How long limits stay without a new trial.
 const KEEP: Micros = Micros::from_secs(10);
 
-/// How long a tenant is content after the first trial, and after many.
-const PAUSE: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(8));
+/// How long the limits of a trial may take to hold: processes hear of them.
+const HOLDS: Micros = Micros::from_secs(1);
 
-/// A tenant is short that has less than this part of its share.
+/// How long a tenant is content for the first time, and after many.
+const CONTENT: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(8));
+
+/// A tenant is short that has less than this part of what it is entitled to.
 const SHORT: f64 = 0.92;
 
 /// A trial succeeds if those that were short take at least this part of what the others left.
@@ -34,7 +37,7 @@ const TAKEN: f64 = 0.25;
 /// A content tenant is so no longer when its rate changes by this part of what the link carries.
 const CHANGE: f64 = 0.2;
 
-/// The part of the link that tenants which copy more than their share leave free.
+/// The part of the link that is left to content tenants beyond what they have. One that takes half of its part is content no longer.
 const SLACK: f64 = 0.05;
 
 /// A tenant that copies less than this part of what the link carried does not count.
@@ -55,6 +58,8 @@ pub struct Link {
     at: Option<Micros>,
     phase: Phase,
     content: BTreeMap<TenantId, Content>,
+    /// What each tenant copied a second at the last look.
+    before: Rates,
     /// The most that it carried lately.
     most: f64,
     limits: Rates,
@@ -65,10 +70,19 @@ enum Phase {
     /// None is limited.
     #[default]
     Free,
-    /// Tenants are limited to find out whether the others want more. With what they had, and what they are entitled to.
-    Trial { had: Rates, entitled: Rates },
+    /// Tenants are limited to find out whether the others want more.
+    Trial(Trial),
     /// The others do. With what the link carries.
     Kept { since: Micros, carries: f64 },
+}
+
+/// What tenants had before, and were entitled to.
+#[derive(Clone, Debug)]
+struct Trial {
+    had: Rates,
+    entitled: Rates,
+    /// By then its limits hold.
+    until: Micros,
 }
 
 /// A tenant that did not take more when it could.
@@ -106,7 +120,9 @@ impl Link {
         let rate = |(tenant, bytes): (&TenantId, &u64)| (*tenant, *bytes as f64 / elapsed);
         let mut rates: Rates = copied.iter().map(rate).collect();
         let carried: f64 = rates.values().sum();
-        self.most = (self.most * FADES).max(carried);
+        // Of two looks: a program may have queued much in one.
+        let lasting = carried.min(self.before.values().sum());
+        self.most = (self.most * FADES).max(lasting);
         let least = COPIES * self.most;
         rates.retain(|_, rate| *rate > least);
         self.limits = match rates.len() {
@@ -116,6 +132,7 @@ impl Link {
             }
             _ => self.divide(now, &rates, &shares),
         };
+        self.before = rates;
         &self.limits
     }
 
@@ -127,62 +144,91 @@ impl Link {
         shares: &dyn Fn(&[TenantId]) -> Vec<f64>,
     ) -> Rates {
         let carried: f64 = rates.values().sum();
-        if let Phase::Kept { since, carries } = &mut self.phase {
-            *carries = carries.max(carried);
-            if *since + KEEP <= now {
-                self.phase = Phase::Free;
+        match std::mem::take(&mut self.phase) {
+            Phase::Trial(trial) if now < trial.until && !trial.holds(rates) => {
+                self.phase = Phase::Trial(trial);
+                return self.limits.clone();
+            }
+            Phase::Trial(trial) if trial.succeeds(rates) => {
+                let carries = trial.had.values().sum();
+                self.phase = Phase::Kept {
+                    since: now,
+                    carries,
+                };
+            }
+            Phase::Trial(Trial { had, entitled, .. }) => {
+                self.becomes_content(now, &had, &entitled);
                 return Rates::new();
             }
+            Phase::Kept { since, .. } if since + KEEP <= now => return Rates::new(),
+            other => self.phase = other,
         }
-        if let Phase::Trial { had, entitled } = &self.phase {
-            if !succeeds(had, entitled, rates) {
-                let had = had.iter().map(|(tenant, rate)| (*tenant, *rate));
-                let short: Vec<_> = had.filter(|it| is_short(entitled, *it)).collect();
-                short
-                    .into_iter()
-                    .for_each(|it| self.becomes_content(now, it));
-                self.phase = Phase::Free;
-                return Rates::new();
-            }
-            let carries = had.values().sum::<f64>().max(carried);
-            let since = now;
-            self.phase = Phase::Kept { since, carries };
-        }
-        let is_like = |rate: f64, before: f64| (rate - before).abs() < CHANGE * carried;
+        let kept = match self.phase {
+            Phase::Kept { carries, .. } => Some(carries),
+            _ => None,
+        };
+        let slack = self.slack();
         self.content.retain(|tenant, it| {
-            let rate = rates.get(tenant);
-            rate.is_some_and(|rate| is_like(*rate, it.rate)) && now < it.until + it.pause
+            let rate = rates.get(tenant).copied().unwrap_or(0.0);
+            let grows = kept.map_or(CHANGE * carried, |carries| slack / 2.0 * carries);
+            (it.rate - CHANGE * carried..it.rate + grows).contains(&rate)
+                && now < it.until + it.pause
         });
-        match self.phase {
-            Phase::Kept { carries, .. } => {
-                let entitled = self.entitled(now, carries, rates, shares);
-                self.kept(rates, &entitled, carries)
+        let Some(carries) = kept else {
+            let entitled = self.entitled(now, carried, rates, shares);
+            let is_known = rates.keys().eq(self.before.keys()) && carried >= FULL * self.most;
+            let is_short = rates.iter().any(|it| is_short(&entitled, it));
+            if !is_known || !is_short {
+                return Rates::new();
             }
-            _ => {
-                let entitled = self.entitled(now, carried, rates, shares);
-                let short =
-                    |(tenant, rate): (&TenantId, &f64)| is_short(&entitled, (*tenant, *rate));
-                if carried < FULL * self.most || !rates.iter().any(short) {
-                    return Rates::new();
-                }
-                let limits = above(rates, &entitled);
-                let had = rates.clone();
-                self.phase = Phase::Trial { had, entitled };
-                limits
+            let limits = above(rates, &entitled);
+            self.phase = Phase::Trial(Trial {
+                had: rates.clone(),
+                entitled,
+                until: now + HOLDS,
+            });
+            return limits;
+        };
+        let entitled = self.entitled(now, carries, rates, shares);
+        self.becomes_content(now, rates, &entitled);
+        let entitled = self.entitled(now, carries, rates, shares);
+        let has_more = |tenant: &TenantId, own: f64| rates[tenant] * SHORT > own;
+        let limited = |(tenant, own): &(TenantId, f64)| {
+            let is_content = self.is_content(now, *tenant);
+            !is_content && (self.limits.contains_key(tenant) || has_more(tenant, *own))
+        };
+        entitled.into_iter().filter(limited).collect()
+    }
+
+    /// Those that had less than they were entitled to did not want more.
+    fn becomes_content(&mut self, now: Micros, had: &Rates, entitled: &Rates) {
+        for (tenant, rate) in had.iter().filter(|it| is_short(entitled, *it)) {
+            if self.is_content(now, *tenant) {
+                continue;
             }
+            let before = self.content.get(tenant).map(|it| Micros(2 * it.pause.0));
+            let pause = before.unwrap_or(CONTENT.0).min(CONTENT.1);
+            let it = Content {
+                rate: *rate,
+                until: now + pause,
+                pause,
+            };
+            self.content.insert(*tenant, it);
         }
     }
 
-    /// The tenant had that, and did not take more.
-    fn becomes_content(&mut self, now: Micros, (tenant, rate): (TenantId, f64)) {
-        let before = self.content.get(&tenant).map(|it| Micros(2 * it.pause.0));
-        let pause = before.unwrap_or(PAUSE.0).min(PAUSE.1);
-        let until = now + pause;
-        self.content.insert(tenant, Content { rate, until, pause });
+    /// Each content tenant's part of [`SLACK`].
+    fn slack(&self) -> f64 {
+        SLACK / self.content.len().max(1) as f64
     }
 
-    /// What each tenant is entitled to of what the link carries: those that are content to what they have, the others to their shares
-    /// of the rest.
+    fn is_content(&self, now: Micros, tenant: TenantId) -> bool {
+        let content = self.content.get(&tenant);
+        content.is_some_and(|it| now < it.until)
+    }
+
+    /// What each tenant is entitled to of what the link carries: of those that are content what they have, and some more; of the others
+    /// their shares of the rest.
     fn entitled(
         &self,
         now: Micros,
@@ -190,44 +236,53 @@ impl Link {
         rates: &Rates,
         shares: &dyn Fn(&[TenantId]) -> Vec<f64>,
     ) -> Rates {
-        let is_content = |tenant: &TenantId| {
-            let content = self.content.get(tenant);
-            content.is_some_and(|it| now < it.until)
-        };
-        let (mut entitled, others): (Rates, Rates) =
-            rates.iter().partition(|(tenant, _)| is_content(tenant));
+        let (content, others): (Vec<TenantId>, Vec<TenantId>) = rates
+            .keys()
+            .partition(|tenant| self.is_content(now, **tenant));
+        let content = content.into_iter().map(|tenant| {
+            let rate = self.content.get(&tenant).map_or(0.0, |it| it.rate);
+            (tenant, rate + self.slack() * carries)
+        });
+        let mut entitled: Rates = content.collect();
         let rest = (carries - entitled.values().sum::<f64>()).max(0.0);
-        let others: Vec<TenantId> = others.into_keys().collect();
         let shares = shares(&others).into_iter().map(|share| share * rest);
         entitled.extend(others.into_iter().zip(shares));
         entitled
     }
+}
 
-    /// The limits of those that have more than they are entitled to, or had. What others leave is theirs as well.
-    fn kept(&self, rates: &Rates, entitled: &Rates, carries: f64) -> Rates {
-        let mut limits = above(rates, entitled);
-        for tenant in self.limits.keys() {
-            if let Some(own) = entitled.get(tenant) {
-                limits.entry(*tenant).or_insert(*own);
+impl Trial {
+    /// What those have left and taken that had more than they were entitled to, and the others.
+    fn moved(&self, has: &Rates) -> (f64, f64) {
+        let (mut left, mut taken) = (0.0, 0.0);
+        for (tenant, had) in &self.had {
+            let has = has.get(tenant).copied().unwrap_or(0.0);
+            match self.entitled.get(tenant).is_some_and(|own| own < had) {
+                true => left += had - has,
+                false => taken += has - had,
             }
         }
-        let left = |(tenant, own): (&TenantId, &f64)| (own - rates[tenant]).max(0.0);
-        let spare = entitled.iter().map(left).sum::<f64>() - SLACK * carries;
-        let takes = |(tenant, own): &(&TenantId, &f64)| rates[tenant] >= SHORT * **own;
-        let all: f64 = limits.iter().filter(takes).map(|(_, own)| own).sum();
-        let more = spare.max(0.0) / all.max(1.0);
-        for (tenant, own) in &mut limits {
-            if rates[tenant] >= SHORT * *own {
-                *own += *own * more;
-            }
-        }
-        limits
+        (left, taken)
+    }
+
+    /// Whether its limits hold.
+    fn holds(&self, has: &Rates) -> bool {
+        let own = |tenant| self.entitled.get(tenant).copied().unwrap_or(f64::MAX);
+        let had = self.had.iter();
+        let over: f64 = had.map(|(tenant, had)| (had - own(tenant)).max(0.0)).sum();
+        self.moved(has).0 >= over / 2.0
+    }
+
+    /// Whether the others took what those left.
+    fn succeeds(&self, has: &Rates) -> bool {
+        let (left, taken) = self.moved(has);
+        taken > 0.0 && taken >= TAKEN * left
     }
 }
 
 /// Whether a tenant that has this has less than it is entitled to.
-fn is_short(entitled: &Rates, (tenant, rate): (TenantId, f64)) -> bool {
-    entitled.get(&tenant).is_some_and(|own| rate < SHORT * own)
+fn is_short(entitled: &Rates, (tenant, rate): (&TenantId, &f64)) -> bool {
+    entitled.get(tenant).is_some_and(|own| *rate < SHORT * own)
 }
 
 /// What those are entitled to that have more.
@@ -236,19 +291,6 @@ fn above(rates: &Rates, entitled: &Rates) -> Rates {
         .iter()
         .filter(|(tenant, own)| rates[tenant] > **own);
     own.map(|(tenant, own)| (*tenant, *own)).collect()
-}
-
-/// Whether tenants have taken what those leave that had more than they are entitled to.
-fn succeeds(had: &Rates, entitled: &Rates, has: &Rates) -> bool {
-    let (mut left, mut taken) = (0.0, 0.0);
-    for (tenant, had) in had {
-        let has = has.get(tenant).copied().unwrap_or(0.0);
-        match entitled.get(tenant).is_some_and(|own| own < had) {
-            true => left += had - has,
-            false => taken += has - had,
-        }
-    }
-    taken > 0.0 && taken >= TAKEN * left
 }
 
 #[cfg(test)]
