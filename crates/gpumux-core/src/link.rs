@@ -22,7 +22,7 @@ pub const LOOK: Micros = Micros::from_millis(200);
 /// How long limits stay without a new trial.
 const KEEP: Micros = Micros::from_secs(10);
 
-/// How long the limits of a trial may take to hold: processes hear of them.
+/// How long the limits of a trial may take to hold.
 const HOLDS: Micros = Micros::from_secs(1);
 
 /// How long a tenant is content for the first time, and after many.
