@@ -159,8 +159,10 @@ pub enum Event {
     Activity(Vec<(TenantId, Activity)>),
     /// A process of a tenant has connected.
     Joined(ProcessId, TenantId),
-    /// It has ended, or its connection has.
+    /// It has ended.
     Left(ProcessId),
+    /// Its connection has ended, and it lives: it has its memory, and will connect again.
+    Lost(ProcessId),
     /// It has so many compute contexts on a device; `before`: and had them before this broker began.
     Contexts {
         /// Which process.
@@ -421,6 +423,10 @@ struct Tenant {
     /// Since when its memory is on the device, and how long it took to come.
     home_since: Micros,
     took: Micros,
+    /// Since when it has a process.
+    joined: Micros,
+    /// Since when it lacked what a process waited for whose connection was lost, and until when a new claim is as old.
+    lost: Option<(Micros, Micros)>,
     /// It came back past older claims than this, against which it has no turn.
     passed: Option<Age>,
     /// It was moved before its turn was over, since others lacked room, and is not back yet.
@@ -510,6 +516,8 @@ impl Tenant {
             wants_since: None,
             home_since: now,
             took: Micros::ZERO,
+            joined: now,
+            lost: None,
             passed: None,
             gave_way: false,
             most: BTreeMap::new(),
@@ -523,12 +531,20 @@ impl Tenant {
         }
     }
 
-    /// For how long it has had its memory and no work: while it waited for memory it could not work.
+    /// For how long it has had its memory and no work: while it waited for memory it could not work, and before it had a process none
+    /// was seen.
     fn idle_for(&self, now: Micros) -> Micros {
+        let since = (self.activity.idle_since.max(self.home_since)).max(self.joined);
         match self.activity.busy {
             true => Micros::ZERO,
-            false => now.saturating_sub(self.activity.idle_since.max(self.home_since)),
+            false => now.saturating_sub(since),
         }
+    }
+
+    /// Since when it lacks what it claims from now on.
+    fn lacks_since(&self, now: Micros) -> Micros {
+        let lost = self.lost.filter(|(_, until)| now < *until);
+        lost.map_or(now, |(since, _)| since)
     }
 
     /// It is not to be chosen as a victim for a while.
@@ -645,10 +661,10 @@ impl Broker {
                 let own: Vec<ProcessId> =
                     self.processes.iter().filter(own).map(|it| *it.0).collect();
                 for process in own {
-                    self.process_left(now, process, out);
+                    self.process_left(now, process, false, out);
                 }
                 self.tenants.remove(&id);
-                self.accounting.forget(id);
+                self.accounting.forget(now, id);
             }
             Event::Activity(all) => {
                 for (id, activity) in all {
@@ -667,13 +683,18 @@ impl Broker {
                     dropped: None,
                     trims: BTreeMap::new(),
                 };
+                let first = !self.processes.values().any(|it| it.tenant == id);
                 self.processes.insert(process, new);
                 if let Some(tenant) = self.tenants.get_mut(&id) {
+                    if first {
+                        tenant.joined = now;
+                    }
                     // It will want to work.
                     tenant.blocked = true;
                 }
             }
-            Event::Left(process) => self.process_left(now, process, out),
+            Event::Left(process) => self.process_left(now, process, false, out),
+            Event::Lost(process) => self.process_left(now, process, true, out),
             Event::Contexts {
                 process,
                 device,
@@ -772,13 +793,15 @@ impl Broker {
         }
     }
 
-    fn process_left(&mut self, now: Micros, id: ProcessId, out: &mut Vec<Command>) {
+    /// A process has ended, or its connection has and it lives.
+    fn process_left(&mut self, now: Micros, id: ProcessId, lives: bool, out: &mut Vec<Command>) {
         let Some(process) = self.processes.remove(&id) else {
             return;
         };
-        self.accounting.leave(now, id);
+        self.accounting.leave(now, id, lives);
         self.host.set(id.0, 0);
-        self.asks.retain(|_, pending| pending.process != id);
+        let asked = self.asks.extract_if(.., |_, pending| pending.process == id);
+        let asked = asked.map(|(_, pending)| pending.since).min();
         for reclaim in self.reclaims.values_mut() {
             reclaim.waiting.remove(&id);
         }
@@ -789,13 +812,21 @@ impl Broker {
         let Some(tenant) = self.tenants.get_mut(&process.tenant) else {
             return;
         };
+        let keeps = lives && self.mutation != Some(Mutation::SessionBeginsAnew);
+        let since = asked.into_iter().chain(tenant.wants_since.filter(|_| last));
+        if let Some(since) = since.min().filter(|_| keeps) {
+            tenant.lost = Some((since.min(tenant.lacks_since(now)), now + RETURN.1));
+        }
         if last {
             // Nothing of it is left to be moved or to be frozen.
             let was = std::mem::replace(&mut tenant.place, Place::Home);
             tenant.blocked = false;
             tenant.left_busy = false;
             tenant.detained = false;
-            tenant.home_since = now;
+            let stays = matches!(was, Place::Home | Place::Leaving(_));
+            if !(keeps && stays) {
+                tenant.home_since = now;
+            }
             for (request, _) in tenant.sleeps.drain(..).chain(tenant.wakes.drain(..)) {
                 out.push(Command::Answer(request, Err(no_process())));
             }
@@ -843,11 +874,12 @@ impl Broker {
         };
         self.accounting.meet_device(&ask);
         self.asked += 1;
+        let since = (self.tenants.get(&tenant)).map_or(now, |it| it.lacks_since(now));
         let pending = Pending {
             process,
             ticket,
             ask,
-            since: now,
+            since,
             trimmed: false,
         };
         self.asks.insert((tenant, self.asked), pending);
@@ -937,7 +969,8 @@ impl Broker {
             if let Some(tenant) = self.tenants.get_mut(&id) {
                 match &tenant.place {
                     Place::Home | Place::Away { .. } => {
-                        tenant.wants_since = wants.then(|| tenant.wants_since.unwrap_or(now));
+                        let since = tenant.lacks_since(now);
+                        tenant.wants_since = wants.then(|| tenant.wants_since.unwrap_or(since));
                     }
                     // Moving more of it, or back in vain, makes its claim no younger.
                     Place::Leaving(_) | Place::Returning(_) => {}
@@ -1004,6 +1037,12 @@ impl Broker {
             }
             maybe(&mut tenant.wants_since);
             at(&mut tenant.home_since);
+            at(&mut tenant.joined);
+            if let Some((since, until)) = &mut tenant.lost {
+                at(since);
+                at(until);
+            }
+            tenant.passed.iter_mut().for_each(|(_, since)| at(since));
             at(&mut tenant.not_before);
             at(&mut tenant.back_not_before);
             at(&mut tenant.take_not_before);

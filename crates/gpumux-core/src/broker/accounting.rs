@@ -53,6 +53,8 @@ struct Device {
     /// Memory of processes that have ended, which the driver may not have freed yet: until when that is expected, and bytes. The
     /// oldest first.
     leaving: Vec<(Micros, u64)>,
+    /// Memory of processes that live and have no connection: until when one is expected, whose, and bytes. The oldest first.
+    absent: Vec<(Micros, TenantId, u64)>,
     /// What tenants will bring from other devices: it is taken until they have.
     arriving: BTreeMap<TenantId, u64>,
     /// What processes of tenants had that is kept over their end, and that no process has now.
@@ -165,6 +167,7 @@ impl Device {
             last_look: None,
             awaits,
             leaving: Vec::new(),
+            absent: Vec::new(),
             arriving: BTreeMap::new(),
             kept: BTreeMap::new(),
         };
@@ -180,7 +183,9 @@ impl Device {
                 .saturating_add(self.in_arriving())
                 .saturating_add(overhead),
         );
-        self.ledger.leave_unclaimed(self.foreign - occupies);
+        let absent: u64 = self.absent.iter().map(|(.., bytes)| *bytes).sum();
+        self.ledger
+            .leave_unclaimed((self.foreign - occupies).saturating_add(absent));
     }
 
     /// What is foreign for certain.
@@ -208,7 +213,18 @@ impl Device {
         // What is granted may not be made yet: it takes nothing from what is leaving.
         self.left(self.in_leaving().saturating_sub(used));
         let accounted = self.in_contexts().saturating_add(self.ledger.physical());
-        let beyond = used.saturating_sub(accounted);
+        let mut beyond = used.saturating_sub(accounted);
+        self.absent.retain_mut(|(until, _, bytes)| {
+            if time >= *until {
+                // The last look saw it, too.
+                self.last_look = self.last_look.map(|last| last.saturating_add(*bytes));
+                return false;
+            }
+            // What is not there any more was freed.
+            *bytes = (*bytes).min(beyond);
+            beyond -= *bytes;
+            *bytes > 0
+        });
         let expected = self.in_leaving().saturating_add(self.in_arriving());
         let now = beyond.saturating_sub(expected);
         self.foreign = now.min(self.last_look.unwrap_or(now));
@@ -235,8 +251,14 @@ impl Device {
     }
 
     /// So much of what the last looks took for foreign belongs to a tenant: it was allocated before this accounting began. Or the
-    /// process that has it was taken for ended.
-    fn adopt(&mut self, bytes: u64) {
+    /// process that has it was without connection, or was taken for ended.
+    fn adopt(&mut self, tenant: TenantId, mut bytes: u64) {
+        for (.., of) in self.absent.iter_mut().filter(|(_, id, _)| *id == tenant) {
+            let part = bytes.min(*of);
+            *of -= part;
+            bytes -= part;
+        }
+        self.absent.retain(|(.., of)| *of > 0);
         let leaving = self.in_leaving().min(bytes);
         self.left(leaving);
         let bytes = bytes - leaving;
@@ -381,7 +403,7 @@ impl Accounting {
         refused
     }
 
-    pub(super) fn forget(&mut self, tenant: TenantId) {
+    pub(super) fn forget(&mut self, now: Micros, tenant: TenantId) {
         self.shares.remove(&tenant);
         self.confined.remove(&tenant);
         self.returning.remove(&tenant);
@@ -391,9 +413,11 @@ impl Accounting {
         for device in self.devices.values_mut() {
             device.ledger.forget(tenant);
             device.kept.remove(&tenant);
-            if device.arriving.remove(&tenant).is_some() {
-                device.occupy();
-            }
+            let absent = device.absent.extract_if(.., |(_, id, _)| *id == tenant);
+            let left = absent.map(|(.., bytes)| (now + LEAVE, bytes));
+            device.leaving.extend(left);
+            device.arriving.remove(&tenant);
+            device.occupy();
         }
     }
 
@@ -437,26 +461,33 @@ impl Accounting {
         self.members.insert(process, member);
     }
 
-    /// A process has ended. The driver frees its memory within [`LEAVE`], but for what is kept.
-    pub(super) fn leave(&mut self, now: Micros, process: ProcessId) {
+    /// A process has ended: the driver frees its memory within [`LEAVE`], but for what is kept. Or it lives: its memory stays, and it is
+    /// expected again for as long as processes are that were there before the accounting.
+    pub(super) fn leave(&mut self, now: Micros, process: ProcessId, lives: bool) {
         let member = self.members.remove(&process);
         let holdings = member.as_ref().map(|it| &it.holdings);
         for (uuid, device) in &mut self.devices {
             let contexts = device.contexts.remove(&process);
             let held = holdings.and_then(|it| it.get(uuid));
             let in_contexts = u64::from(contexts.unwrap_or(0)) * context(device.capacity);
-            let kept = member.as_ref().map_or(0, |it| it.kept(uuid));
+            let kept = member.as_ref().filter(|_| !lives);
+            let kept = kept.map_or(0, |it| it.kept(uuid));
             let bytes = (held.map_or(0, |it| it.resident()) - kept).saturating_add(in_contexts);
             if let Some(member) = member.as_ref().filter(|_| kept > 0) {
                 let left = device.kept.entry(member.tenant).or_default();
                 *left = left.saturating_add(kept);
             }
-            if bytes > 0 && self.mutation != Some(Mutation::LeaveAtOnce) {
-                device.leaving.push((now + LEAVE, bytes));
+            let absent = member.as_ref().filter(|_| {
+                lives && bytes > 0 && self.mutation != Some(Mutation::FreeWithoutSession)
+            });
+            match absent {
+                Some(member) => device.absent.push((now + RETURN.1, member.tenant, bytes)),
+                None if bytes > 0 && self.mutation != Some(Mutation::LeaveAtOnce) => {
+                    device.leaving.push((now + LEAVE, bytes));
+                }
+                None => {}
             }
-            if contexts.is_some() {
-                device.occupy();
-            }
+            device.occupy();
         }
         if let Some(member) = member {
             for uuid in member.holdings.keys() {
@@ -489,8 +520,11 @@ impl Accounting {
     /// For [`super::Broker::rebase`].
     pub(super) fn times(&mut self) -> impl Iterator<Item = &mut Micros> {
         let devices = self.devices.values_mut();
-        let leaving = devices.flat_map(|it| it.leaving.iter_mut().map(|(until, _)| until));
-        leaving.chain(&mut self.returns)
+        let until = devices.flat_map(|it| {
+            let leaving = it.leaving.iter_mut().map(|(until, _)| until);
+            leaving.chain(it.absent.iter_mut().map(|(until, ..)| until))
+        });
+        until.chain(&mut self.returns)
     }
 
     /// A process has so many compute contexts on a device. `before`: they were there before this accounting began.
@@ -506,7 +540,9 @@ impl Accounting {
         device.occupy();
         if before && count > known {
             let bytes = context(device.capacity).saturating_mul(u64::from(count - known));
-            device.adopt(bytes);
+            if let Some(member) = self.members.get(&process) {
+                device.adopt(member.tenant, bytes);
+            }
         }
     }
 
@@ -583,7 +619,7 @@ impl Accounting {
         if before.is_none() && self.mutation != Some(Mutation::CountTwice) {
             let inherited = self.inherit(process, uuid);
             if let Some(device) = self.devices.get_mut(uuid) {
-                device.adopt(holding.resident().saturating_sub(inherited));
+                device.adopt(tenant, holding.resident().saturating_sub(inherited));
             }
         }
         self.add_up(uuid, tenant);

@@ -333,13 +333,12 @@ impl Broker {
             }
         };
         self.asks.remove(&key);
-        if let Some(tenant) = self.tenants.get_mut(&claim.tenant)
-            && pending.since < now
-            && bytes > 0
-            && !passes
-        {
-            // It has waited for this memory, and has a turn with it; but not a longer one while an older claim waits.
-            tenant.home_since = now;
+        if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
+            tenant.lost = None;
+            if pending.since < now && bytes > 0 && !passes {
+                // It has waited for this memory, and has a turn with it; but not a longer one while an older claim waits.
+                tenant.home_since = now;
+            }
         }
         out.push(Command::Grant {
             process,

@@ -124,6 +124,10 @@ pub enum Mutation {
     TakeComing,
     /// A tenant that gave way comes back into what another frees for a moment.
     ReturnAtOnce,
+    /// A process whose connection was lost waits as the youngest, and its tenant has a whole turn again.
+    SessionBeginsAnew,
+    /// What a process has whose connection was lost is free, and foreign later.
+    FreeWithoutSession,
     /// Tenants that wait for more memory take from each other what they have.
     ExchangeAmongWaiting,
 }

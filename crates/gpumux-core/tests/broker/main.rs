@@ -10,6 +10,7 @@ mod mutations;
 mod programs;
 mod properties;
 mod restarts;
+mod sessions;
 mod shown;
 mod turns;
 mod world;

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gpumux_core::broker::Mutation;
 
-use super::{elastic, ends, faults, model, programs, restarts, turns, world::MUTATION};
+use super::{elastic, ends, faults, model, programs, restarts, sessions, turns, world::MUTATION};
 
 /// Whether a test fails while brokers have this fault.
 fn finds(mutation: Mutation, test: fn()) -> bool {
@@ -16,7 +16,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 21] = [
+    let all: [(Mutation, fn()); 25] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -93,6 +93,22 @@ fn every_known_fault_is_found() {
         (
             Mutation::ExchangeAmongWaiting,
             turns::two_that_wait_for_a_third_do_not_exchange_their_memory_without_end,
+        ),
+        (
+            Mutation::SessionBeginsAnew,
+            sessions::tenant_that_waits_keeps_its_place_over_a_new_session,
+        ),
+        (
+            Mutation::SessionBeginsAnew,
+            sessions::request_keeps_its_place_over_a_new_session,
+        ),
+        (
+            Mutation::SessionBeginsAnew,
+            sessions::turn_is_no_longer_for_new_sessions,
+        ),
+        (
+            Mutation::FreeWithoutSession,
+            sessions::request_waits_for_a_neighbour_without_session,
         ),
         (
             Mutation::NoHedge,

@@ -118,13 +118,9 @@ impl World {
 
     /// The driver has reported no device yet.
     pub(crate) fn before_a_look(capacity: u64, host: u64) -> Self {
-        let mut broker = Broker::new(host);
-        if let Some(mutation) = MUTATION.get() {
-            broker = broker.mutated(mutation);
-        }
         Self {
             now: Micros::from_secs(1000),
-            broker,
+            broker: new_broker(host),
             puppets: BTreeMap::new(),
             busy: BTreeMap::new(),
             idle_since: BTreeMap::new(),
@@ -286,13 +282,57 @@ impl World {
     }
 
     pub(crate) fn kill(&mut self, process: u64) {
-        self.puppets.remove(&ProcessId(process));
-        // What it would have said.
+        self.take_out(ProcessId(process));
+        self.event(Event::Left(ProcessId(process)));
+    }
+
+    /// The session of a process ends, and the process lives: its memory stays where it is, and no work of it is seen.
+    pub(crate) fn lose(&mut self, process: u64) -> Puppet {
+        let puppet = self.part(process);
+        self.event(Event::Lost(ProcessId(process)));
+        puppet
+    }
+
+    /// A process without a session, of which its broker may not know yet.
+    fn part(&mut self, process: u64) -> Puppet {
+        let mut puppet = self.take_out(ProcessId(process)).expect("it is there");
+        (puppet.closed, puppet.ready) = (false, None);
+        puppet.mailbox.clear();
+        self.unfreed += puppet.holding.resident();
+        self.busy.insert(puppet.tenant, false);
+        self.idle_since.insert(puppet.tenant, Micros::ZERO);
+        puppet
+    }
+
+    /// Its next session begins.
+    pub(crate) fn begin_session(&mut self, process: u64, puppet: Puppet) {
+        let (id, tenant, holding) = (ProcessId(process), puppet.tenant, puppet.holding);
+        self.event(Event::Joined(id, tenant));
+        self.unfreed -= holding.resident();
+        self.puppets.insert(id, puppet);
+        self.event(holds(id, self.capacity, holding));
+    }
+
+    /// Another daemon begins, with these tenants, whose processes it does not know yet.
+    pub(crate) fn restart(&mut self, tenants: &[u64]) -> Vec<Puppet> {
+        let all: Vec<u64> = self.puppets.keys().map(|it| it.0).collect();
+        let puppets = all.into_iter().map(|it| self.part(it)).collect();
+        self.broker = new_broker(u64::MAX);
+        for id in tenants {
+            self.terms(*id, Class::Batch, 0);
+            self.event(Event::Restored(TenantId(*id)));
+        }
+        self.measure();
+        puppets
+    }
+
+    /// A process that its broker does not reach any more, without what it would have answered.
+    fn take_out(&mut self, process: ProcessId) -> Option<Puppet> {
         self.queue.retain(|_, due| {
             !matches!(due, Due::Event(Event::Reply(it, ..) | Event::Keeps(it, _) | Event::Holds { process: it, .. })
-                if it.0 == process)
+                if *it == process)
         });
-        self.event(Event::Left(ProcessId(process)));
+        self.puppets.remove(&process)
     }
 
     /// A stopped process goes on, and obeys what it was ordered meanwhile.
@@ -428,6 +468,14 @@ impl World {
             let longest = self.longest_wait.entry(id).or_default();
             *longest = (*longest).max(waited);
         }
+    }
+}
+
+fn new_broker(host: u64) -> Broker {
+    let broker = Broker::new(host);
+    match MUTATION.get() {
+        Some(mutation) => broker.mutated(mutation),
+        None => broker,
     }
 }
 

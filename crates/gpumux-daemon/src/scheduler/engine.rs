@@ -504,7 +504,11 @@ impl Engine {
             *ended = met.counted().plus(ended);
         }
         self.remove(session, None, alive);
-        self.memory_event(Event::Left(ProcessId(session.0)));
+        let process = ProcessId(session.0);
+        self.memory_event(match alive {
+            true => Event::Lost(process),
+            false => Event::Left(process),
+        });
     }
 
     /// A process left work behind in a group: its files are held until the group had time to end that. Returns them if

@@ -196,7 +196,7 @@ impl MemoryMoves {
             let asked = (*ticket, ask.device.clone(), ask.need);
             self.asked.insert(*process, asked);
         }
-        if let Event::Left(process) = &event {
+        if let Event::Left(process) | Event::Lost(process) = &event {
             self.asked.remove(process);
         }
         let mut commands = self.decide(now, event);

@@ -7,7 +7,7 @@ use std::{
     collections::{HashMap, VecDeque},
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -43,8 +43,8 @@ struct State {
 }
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
-/// There is a session, or was one.
-static EVER_UP: AtomicBool = AtomicBool::new(false);
+/// The sessions that there were, with this one.
+static SESSIONS: AtomicU32 = AtomicU32::new(0);
 /// Its daemon's revision.
 static REVISION: AtomicU32 = AtomicU32::new(0);
 static CHANGED: Condvar = Condvar::new();
@@ -77,7 +77,12 @@ fn settled() -> MutexGuard<'static, Option<State>> {
 
 /// Whether a daemon manages this process's memory, or did and may come back; waits for the first session's beginning.
 pub(crate) fn is_managed() -> bool {
-    EVER_UP.load(Ordering::Acquire) || await_link()
+    session() > 0 || await_link()
+}
+
+/// The session's number: each has another. 0: there was none.
+pub(crate) fn session() -> u32 {
+    SESSIONS.load(Ordering::Acquire)
 }
 
 /// Whether there is a session that manages this process's memory; waits for the first one's beginning.
@@ -183,7 +188,7 @@ pub(crate) fn set_up(up: bool, first: Vec<Shim>) {
         it.lost = Some(Instant::now());
     }
     it.link = if up { Link::Up } else { Link::Down };
-    EVER_UP.fetch_or(up, Ordering::AcqRel);
+    SESSIONS.fetch_add(up.into(), Ordering::AcqRel);
     it.outbox = first.into();
     if !up {
         it.answers.clear();

@@ -18,8 +18,8 @@ use crate::{
     memory::{space, vmm::OUT_OF_MEMORY},
 };
 
-/// How often, and after which pause, memory is asked for again that the accounting may have wrong: the daemon compares it with the driver
-/// every second, and believes what it sees twice.
+/// How often in a session, and after which pause, memory is asked for again that the accounting may have wrong: the daemon compares it with
+/// the driver every second, and believes what it sees twice.
 const TRIES: u32 = 5;
 const NOTICED: Duration = Duration::from_millis(700);
 /// After which pause, and for how long, memory of processes that have ended is asked for again. The daemon expects it for 5 s.
@@ -74,27 +74,55 @@ fn cause(until: Option<Instant>) -> Cause {
     }
 }
 
+/// The attempts of one request.
+#[derive(Default)]
+struct Attempts {
+    first: Option<Instant>,
+    session: u32,
+    /// In this session.
+    made: u32,
+}
+
+impl Attempts {
+    /// One has found no memory. Whether there may be another. That a session was lost shows nothing about memory: the next one has all
+    /// attempts, but no request takes longer than a daemon's answer may.
+    fn may_follow(&mut self, now: Instant, session: u32, cause: Cause) -> bool {
+        if std::mem::replace(&mut self.session, session) != session {
+            self.made = 0;
+        }
+        match cause {
+            Cause::None => return false,
+            Cause::Unmanaged => {}
+            Cause::Others | Cause::Ended => self.made += 1,
+        }
+        now < *self.first.get_or_insert(now) + ANSWER && self.made < TRIES
+    }
+}
+
 /// Takes memory and has it made, until then at the latest. What was granted is given back between two attempts, all of it: the
 /// accounting can be corrected, and a grant of a daemon that was lost, which another program may have used meanwhile, is asked for again.
 pub(crate) fn in_time<T>(
     until: Option<Instant>,
     mut attempt: impl FnMut() -> Result<T, Refused>,
 ) -> Result<T, Refused> {
-    let mut tried = 1;
+    let mut attempts = Attempts::default();
     loop {
         let found = attempt();
-        if tried == TRIES || !matches!(found, Err(Refused::ByDriver(OUT_OF_MEMORY))) {
+        if !matches!(found, Err(Refused::ByDriver(OUT_OF_MEMORY))) {
             return found;
         }
         space::trim();
-        match cause(until) {
+        let cause = cause(until);
+        if !attempts.may_follow(Instant::now(), lease::session(), cause) {
+            return found;
+        }
+        match cause {
             Cause::None => return found,
             Cause::Unmanaged if until.is_some() || !lease::await_return() => return found,
             Cause::Unmanaged => {}
             Cause::Ended => sleep(SOON),
             Cause::Others => sleep(NOTICED.min(left(until))),
         }
-        tried += 1;
     }
 }
 
@@ -121,6 +149,28 @@ pub(crate) fn make<T>(
 mod tests {
     use super::*;
     use crate::ground::driver::SUCCESS;
+
+    #[test]
+    fn lost_sessions_use_up_no_attempts() {
+        let (mut attempts, begin) = (Attempts::default(), Instant::now());
+        let mut after = |s: u32, session, cause| {
+            attempts.may_follow(begin + Duration::from_secs(s.into()), session, cause)
+        };
+        // Each ends before the daemon's looks can help: the next one's daemon is asked, or there is none yet.
+        for s in 0..100 {
+            assert!(after(s, s, Cause::Others), "{s}");
+            assert!(after(s, s, Cause::Unmanaged), "{s}");
+        }
+        let in_session = [100; 6].map(|session| after(101, session, Cause::Others));
+        assert_eq!(in_session, [true, true, true, true, false, false]);
+        let mut endless = Attempts::default();
+        let bound = (0..).find(|s: &u32| {
+            let now = begin + Duration::from_secs((*s).into());
+            !endless.may_follow(now, *s, Cause::Unmanaged)
+        });
+        assert_eq!(bound.map(u64::from), Some(ANSWER.as_secs()));
+        assert!(!Attempts::default().may_follow(begin, 1, Cause::None));
+    }
 
     /// Without a daemon nothing is known to come, and no error but the lack of memory is asked about.
     #[test]
