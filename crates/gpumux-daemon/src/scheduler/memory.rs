@@ -52,7 +52,8 @@ pub(super) struct MemoryMoves {
 
 impl MemoryMoves {
     pub(super) fn new(rules: &HostMemory) -> Self {
-        let limit = rules.limit.map_or(u64::MAX, |limit| limit.0);
+        let half = || half_of_memory(&std::fs::read_to_string("/proc/meminfo").unwrap_or_default());
+        let limit = rules.limit.map_or_else(half, |limit| limit.0);
         let differ = *rules != HostMemory::default();
         Self {
             broker: Broker::new(limit),
@@ -385,6 +386,14 @@ impl MemoryMoves {
     }
 }
 
+/// Half of the machine's memory in bytes, by `/proc/meminfo`; no bound where the kernel does not report it.
+fn half_of_memory(text: &str) -> u64 {
+    let line = text.lines().find_map(|it| it.strip_prefix("MemTotal:"));
+    let number = line.and_then(|it| it.split_whitespace().next());
+    let kib: Option<u64> = number.and_then(|it| it.parse().ok());
+    kib.map_or(u64::MAX, |kib| kib * 1024 / 2)
+}
+
 /// What the broker must know of a spec.
 pub(super) fn terms(spec: &TenantSpec) -> Terms {
     Terms {
@@ -421,5 +430,30 @@ fn message(op: u64, order: Order) -> Daemon {
         Order::Reclaim { device, bytes } => Daemon::Reclaim { op, device, bytes },
         Order::Trim => Daemon::Trim,
         Order::Take { device, bytes } => Daemon::Take { op, device, bytes },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Bytes;
+
+    #[test]
+    fn limit_is_half_of_the_machines_memory_unless_it_is_set() {
+        let limit = |limit| {
+            let rules = HostMemory {
+                limit,
+                ..HostMemory::default()
+            };
+            MemoryMoves::new(&rules).broker.on_host().1
+        };
+        let own = std::fs::read_to_string("/proc/meminfo").unwrap();
+        assert_eq!(limit(None), half_of_memory(&own));
+        assert_eq!(
+            half_of_memory("MemTotal:       24 kB\nMemFree: 8 kB\n"),
+            12 << 10
+        );
+        assert_eq!(half_of_memory(""), u64::MAX);
+        assert_eq!(limit(Some(Bytes(4096))), 4096);
     }
 }
