@@ -77,6 +77,8 @@ enum Due {
 
 pub(crate) struct World {
     pub(crate) now: Micros,
+    /// By so much less is the broker's time.
+    earlier: Micros,
     pub(crate) broker: Broker,
     pub(crate) puppets: BTreeMap<ProcessId, Puppet>,
     pub(crate) busy: BTreeMap<TenantId, bool>,
@@ -120,6 +122,7 @@ impl World {
     pub(crate) fn before_a_look(capacity: u64, host: u64) -> Self {
         Self {
             now: Micros::from_secs(1000),
+            earlier: Micros::ZERO,
             broker: new_broker(host),
             puppets: BTreeMap::new(),
             busy: BTreeMap::new(),
@@ -216,9 +219,10 @@ impl World {
     }
 
     fn activity(&self, tenant: TenantId) -> Activity {
+        let since = self.idle_since.get(&tenant).copied().unwrap_or(self.now);
         Activity {
             busy: self.busy.get(&tenant).copied().unwrap_or(false),
-            idle_since: self.idle_since.get(&tenant).copied().unwrap_or(self.now),
+            idle_since: since.saturating_sub(self.earlier),
             in_group: false,
         }
     }
@@ -350,7 +354,7 @@ impl World {
         let end = self.now + time;
         loop {
             let next = self.queue.first_key_value().map(|((at, _), _)| *at);
-            let wakeup = self.broker.next_wakeup();
+            let wakeup = self.broker.next_wakeup().map(|at| at + self.earlier);
             let Some(at) = next.into_iter().chain(wakeup).min().filter(|at| *at <= end) else {
                 break;
             };
@@ -358,7 +362,7 @@ impl World {
             // As the daemon does, pages are looked at whenever the broker is.
             let tenants = self.busy.keys();
             let all = tenants.map(|id| (*id, self.activity(*id))).collect();
-            let commands = self.broker.handle(self.now, Event::Activity(all));
+            let commands = self.handle(Event::Activity(all));
             self.carry_out(commands);
             let due = self
                 .queue
@@ -372,6 +376,18 @@ impl World {
             }
         }
         self.now = end;
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Command> {
+        let now = self.now.saturating_sub(self.earlier);
+        self.broker.handle(now, event)
+    }
+
+    /// From now on all that the broker remembers is at most `horizon` after its origin of time.
+    pub(crate) fn rebase(&mut self, horizon: Micros) {
+        let now = self.now.saturating_sub(self.earlier);
+        self.broker.rebase(now, horizon);
+        self.earlier = self.now.saturating_sub(horizon);
     }
 
     pub(crate) fn event(&mut self, event: Event) {
@@ -388,7 +404,7 @@ impl World {
         {
             puppet.holding = *holding;
         }
-        let commands = self.broker.handle(self.now, event);
+        let commands = self.handle(event);
         self.carry_out(commands);
         self.check();
     }
