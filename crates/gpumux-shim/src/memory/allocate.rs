@@ -179,7 +179,7 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
         let free = small.then(|| BTreeMap::from([(0, size)]));
         if !is_capturing_anywhere() {
             // Without it the memory may not move: the program need not know.
-            let _ = swap::tools(context);
+            let _ = swap::make_tools(context);
         }
         let made = with(|space| {
             let block = Block::new((size, device, context), chunks, free);

@@ -149,8 +149,6 @@ pub(crate) struct Mover {
     dirty: usize,
     /// They are overwritten after use.
     scrubs: bool,
-    /// By context: the stream for copies, of [`TOOLS`].
-    streams: BTreeMap<u64, usize>,
     relaxed: bool,
 }
 
@@ -180,7 +178,6 @@ impl Mover {
             },
             dirty: 0,
             scrubs: false,
-            streams: BTreeMap::new(),
             relaxed: false,
         }
     }
@@ -228,8 +225,8 @@ impl Mover {
     fn clear_pool(&mut self) {
         // Pinned for all contexts: any one will do.
         let pool = &mut self.pool;
-        let mut contexts = self.streams.keys();
-        if !contexts.any(|context| within(*context, || pool.clear()).is_some()) {
+        let mut contexts = streams().into_keys();
+        if !contexts.any(|context| within(context, || pool.clear()).is_some()) {
             pool.clear();
         }
         self.dirty = 0;
@@ -343,13 +340,7 @@ impl Mover {
         }
         // Also of those that this time may stay.
         for Good { context, .. } in &chosen(u64::MAX) {
-            if self.streams.contains_key(context) {
-                continue;
-            }
-            let Some(stream) = within(*context, || tools(*context)) else {
-                return Err("its context cannot be entered".into());
-            };
-            self.streams.insert(*context, stream?);
+            within(*context, || make_tools(*context)).ok_or("its context cannot be entered")??;
         }
         Ok(())
     }
@@ -379,7 +370,7 @@ impl Mover {
                     }
                     Key::Physical(_) => Some(vec![(good.bytes as usize, true)]),
                 };
-                let stream = self.stream(good.context)?;
+                let stream = stream(good.context)?;
                 let mut parts: Vec<(usize, usize)> = Vec::new();
                 for (length, kept) in sections.unwrap_or_default() {
                     match kept {
@@ -408,7 +399,7 @@ impl Mover {
         };
         let begun = begin();
         self.dirty = self.dirty.max(filled.bytes);
-        let copied = begun.and(self.await_copies());
+        let copied = begun.and(await_copies());
         if let Err(why) = copied.and_then(|()| self.check_wanted()) {
             space::with(|space| {
                 for (at, lost) in &lost {
@@ -446,7 +437,7 @@ impl Mover {
         }
         let (mut all, mut failed) = (Vec::new(), None);
         for gone in space::with(|space| choice::gone(space)) {
-            let begun = self.stream(gone.context).and_then(|stream| {
+            let begun = stream(gone.context).and_then(|stream| {
                 within(gone.context, || bring(&gone, stream))
                     .ok_or("its context cannot be entered")
                     .map_err(str::to_owned)
@@ -463,10 +454,10 @@ impl Mover {
             }
         }
         // A copy that fails now has lost nothing: the contents are still on the host.
-        if let Err(why) = self.await_copies() {
+        if let Err(why) = await_copies() {
             failed = Some(why);
         }
-        if failed.is_some() && self.is_broken() {
+        if failed.is_some() && is_broken() {
             // Its contexts have failed for good: the program shall get that error, and nothing can help it.
             say(format_args!(
                 "the context has failed while its memory was away"
@@ -506,17 +497,6 @@ impl Mover {
         }
     }
 
-    /// Whether a context can do nothing any more but tell its error.
-    fn is_broken(&self) -> bool {
-        self.streams.iter().any(|(context, stream)| {
-            // SAFETY: a stream of ours, in its context.
-            let query = || Some(unsafe { stream_query()?(*stream as CUstream) });
-            within(*context, query)
-                .flatten()
-                .is_some_and(work::is_fatal)
-        })
-    }
-
     /// There is no daemon any more: brings all back, however long that takes, unless there is one again: it can make room. The
     /// groups may run only when all is back.
     pub(crate) fn rescue(&mut self, is_daemon_there: impl Fn() -> bool) {
@@ -537,27 +517,6 @@ impl Mover {
         }
     }
 
-    fn stream(&self, context: u64) -> Result<CUstream, String> {
-        let stream = self.streams.get(&context);
-        stream
-            .map(|stream| *stream as CUstream)
-            .ok_or_else(|| "a context is new".into())
-    }
-
-    /// Waits until no copy is under way any more.
-    fn await_copies(&self) -> Result<(), String> {
-        let mut result = Ok(());
-        for (context, stream) in &self.streams {
-            // Once more, because nothing may be taken from under a copy; a context that is gone has none.
-            let wait = || {
-                call!(stream_synchronize, *stream as CUstream)
-                    .or_else(|_| call!(stream_synchronize, *stream as CUstream))
-            };
-            result = result.and(within(*context, wait).unwrap_or(Ok(())));
-        }
-        result
-    }
-
     /// Forgets what went with contexts that are gone.
     fn clear_up(&mut self) {
         if self.away == Away::Out {
@@ -566,9 +525,6 @@ impl Mover {
         let gone = std::mem::take(&mut *lock(&GONE));
         if gone.is_empty() {
             return;
-        }
-        for context in gone {
-            self.streams.remove(&context);
         }
         // It may have been pinned by one of them.
         self.clear_pool();
@@ -604,12 +560,17 @@ struct Tools {
 
 /// By context.
 static TOOLS: Mutex<BTreeMap<u64, Tools>> = Mutex::new(BTreeMap::new());
+/// The last context for which they were made.
+static READY: AtomicU64 = AtomicU64::new(0);
 
-/// The stream for copies of the current context, which is this one. It is made with the context's first memory: when that moves, the
-/// device may be full, and then the driver has none.
-pub(crate) fn tools(context: u64) -> Result<usize, String> {
+/// Makes what moving memory of the current context needs, which is this one. With the context's first memory: when that moves, the device
+/// may be full, and then the driver has none.
+pub(crate) fn make_tools(context: u64) -> Result<(), String> {
     /// `CU_STREAM_NON_BLOCKING`
     const NON_BLOCKING: u32 = 1;
+    if READY.load(Ordering::Acquire) == context {
+        return Ok(());
+    }
     let mut all = lock(&TOOLS);
     let it = all.entry(context).or_default();
     if it.memory == 0 {
@@ -624,7 +585,43 @@ pub(crate) fn tools(context: u64) -> Result<usize, String> {
         try_out(*it)?;
         it.tried = true;
     }
-    Ok(it.stream)
+    READY.store(context, Ordering::Release);
+    Ok(())
+}
+
+/// The streams for copies, by context.
+fn streams() -> BTreeMap<u64, CUstream> {
+    let all = lock(&TOOLS);
+    let tried = all.iter().filter(|(_, it)| it.tried);
+    tried.map(|(id, it)| (*id, it.stream as CUstream)).collect()
+}
+
+fn stream(context: u64) -> Result<CUstream, String> {
+    let all = lock(&TOOLS);
+    let own = all.get(&context).filter(|it| it.tried);
+    own.map(|it| it.stream as CUstream)
+        .ok_or_else(|| "a context is new".into())
+}
+
+/// Waits until no copy is under way any more.
+fn await_copies() -> Result<(), String> {
+    let mut result = Ok(());
+    for (context, stream) in streams() {
+        // Once more, because nothing may be taken from under a copy; a context that is gone has none.
+        let wait =
+            || call!(stream_synchronize, stream).or_else(|_| call!(stream_synchronize, stream));
+        result = result.and(within(context, wait).unwrap_or(Ok(())));
+    }
+    result
+}
+
+/// Whether a context can do nothing any more but tell its error.
+fn is_broken() -> bool {
+    streams().into_iter().any(|(context, stream)| {
+        // SAFETY: a stream of ours, in its context.
+        let query = || Some(unsafe { stream_query()?(stream) });
+        within(context, query).flatten().is_some_and(work::is_fatal)
+    })
 }
 
 /// Copies in both directions.
@@ -646,7 +643,10 @@ fn try_out(Tools { memory, stream, .. }: Tools) -> Result<(), String> {
 /// A context is gone.
 pub(crate) fn forget_context(context: u64) {
     lock(&GONE).push(context);
-    lock(&TOOLS).remove(&context);
+    let mut all = lock(&TOOLS);
+    all.remove(&context);
+    // Another may get the same handle.
+    let _ = READY.compare_exchange(context, 0, Ordering::AcqRel, Ordering::Acquire);
 }
 
 /// Does what may end a context, while the thread that moves memory is in none. To be called inside the gate: behind a closed one that
