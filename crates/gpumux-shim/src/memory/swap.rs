@@ -8,6 +8,7 @@
 
 mod choice;
 mod host;
+mod numa;
 
 use std::{
     collections::BTreeMap,
@@ -776,6 +777,9 @@ impl Pool {
             Some(location) => format!("no host memory in {}: {error}", location.display()),
         })?;
         host::advise(at, more);
+        if let Some(node) = within(context, numa::node).flatten() {
+            numa::prefer(node, at, more);
+        }
         if !populate(at as usize, more) && location.is_some() {
             // To touch it would be a bus error.
             // SAFETY: made above, and known to no other thread.
