@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use gpumux_daemon::api::types::{DeviceMemory, HostMemory};
+use gpumux_daemon::api::types::{DeviceMemory, HostMemory, MemoryShare, Tenant};
 use serde::Serialize;
 
 use super::client;
@@ -144,19 +144,68 @@ fn report(args: &Move, asleep: bool) -> anyhow::Result<ExitCode> {
     if args.json {
         output::json(&tenant)?;
     } else {
-        let here: u64 = tenant.memory.iter().map(|it| it.in_use).sum();
-        let away: u64 = tenant.memory.iter().map(|it| it.swapped).sum();
-        let name = &args.name;
-        // What cannot move stays, and the next work of the program brings the rest back.
-        let place = match (asleep, away) {
-            (true, 0) => "on the GPU: none of it can be moved, or its next work needs it",
-            (true, _) => "on the host",
-            (false, _) => "back on the GPU",
-        };
-        let (here, away) = (output::bytes(here), output::bytes(away));
-        output::print(&format!(
-            "{name}: its memory is {place} ({here} on the GPU, {away} on the host)\n"
-        ))?;
+        output::print(&located(&tenant, asleep))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Where a tenant's memory is after a request to move it, and what stays on a device.
+fn located(tenant: &Tenant, asleep: bool) -> String {
+    let sum = |of: fn(&MemoryShare) -> u64| tenant.memory.iter().map(of).sum::<u64>();
+    let (here, away) = (sum(|it| it.in_use), sum(|it| it.swapped));
+    let place = match (asleep, away) {
+        (true, 0) if here == sum(|it| it.pinned) => "on the GPU: none of it can be moved",
+        (true, 0) => "on the GPU: its next work has brought it back",
+        (true, _) => "on the host",
+        (false, _) => "back on the GPU",
+    };
+    let name = &tenant.name;
+    let (here, away) = (output::bytes(here), output::bytes(away));
+    let place = format!("{name}: its memory is {place} ({here} on the GPU, {away} on the host)\n");
+    let stays = tenant.memory.iter().filter(|_| asleep);
+    let stays = stays.filter_map(|it| Some(format!("{name}: {}\n", it.stays(&it.device)?)));
+    [place].into_iter().chain(stays).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_stays_on_a_device_is_named_with_its_reason() {
+        let asleep = |in_use: u64, pinned: u64, swapped: u64| {
+            let tenant = Tenant {
+                name: "a".into(),
+                memory: vec![MemoryShare {
+                    device: "GPU-0".into(),
+                    tenant: "a".into(),
+                    guaranteed: 0,
+                    limit: None,
+                    in_use: in_use << 20,
+                    above_guarantee: 0,
+                    pinned: pinned << 20,
+                    swapped: swapped << 20,
+                    above_limit: 0,
+                }],
+                ..Tenant::default()
+            };
+            located(&tenant, true)
+        };
+        let stays = "\na: 2 MiB of its memory stays on GPU-0: managed or";
+        let all = asleep(2, 2, 0);
+        assert!(
+            all.starts_with("a: its memory is on the GPU: none"),
+            "{all}"
+        );
+        assert!(all.contains(stays), "{all}");
+        let part = asleep(2, 2, 64);
+        assert!(
+            part.starts_with("a: its memory is on the host (2 MiB"),
+            "{part}"
+        );
+        assert!(part.contains(stays), "{part}");
+        let back = asleep(66, 2, 0);
+        assert!(back.contains("its next work has brought it back"), "{back}");
+        assert!(!asleep(0, 0, 64).contains("stays"));
+    }
 }

@@ -12,8 +12,8 @@ use gpumux_core::{
 };
 
 use super::types::{
-    Copying, CurveFrom, Device, Domain, Explanation, Fault, Neighbour, Placement, Tenant,
-    TenantState,
+    Copying, CurveFrom, Device, Domain, Explanation, Fault, MemoryShare, Neighbour, Placement,
+    Tenant, TenantState,
 };
 use crate::scheduler::AWAY;
 
@@ -266,6 +266,10 @@ fn why(
         );
     }
     parts.extend(memory(tenant, all));
+    if tenant.asleep {
+        let stays = |it: &MemoryShare| Some(format!("{}.", it.stays(&gpu(&it.device, devices))?));
+        parts.extend(tenant.memory.iter().filter_map(stays));
+    }
     if let Some(lost) = &tenant.lost_output {
         parts.push(format!(
             "{lost}: its parent could not write it to {}.",
@@ -715,7 +719,7 @@ mod tests {
     use gpumux_core::Demand;
 
     use super::*;
-    use crate::api::types::{ForeignProcess, Hardware, MemoryShare, TenantSpec};
+    use crate::api::types::{ForeignProcess, Hardware, TenantSpec};
 
     fn domain(frozen: bool, reason: &str) -> Domain {
         Domain {
@@ -1146,6 +1150,11 @@ mod tests {
         ] {
             assert!(text.contains(part), "{text}");
         }
+        let stays = "512 MiB of its memory stays on GPU-0: managed or stream-ordered memory";
+        assert!(!text.contains("stays on"), "{text}");
+        sleeper.memory[0].pinned = 512 << 20;
+        let text = said(&sleeper, &[]);
+        assert!(text.contains(stays), "{text}");
         sleeper.waits_for_memory = true;
         let text = said(&sleeper, &[]);
         assert!(text.contains("comes back as soon as others"), "{text}");
@@ -1160,6 +1169,7 @@ mod tests {
         assert!(text.contains(turns), "{text}");
         sleeper.asleep = false;
         let text = said(&sleeper, &[]);
+        assert!(!text.contains("stays on"), "{text}");
         assert!(text.contains("(memory policy swap-others)"), "{text}");
         sleeper.unlisted_calls = vec!["cuMemcpyFutureAsync".into()];
         let text = said(&sleeper, &[]);

@@ -616,6 +616,17 @@ pub struct MemoryShare {
 }
 
 impl MemoryShare {
+    /// For people: what stays on the device that they call so when the tenant's memory is moved to the host.
+    pub fn stays(&self, device: &str) -> Option<String> {
+        (self.pinned > 0).then(|| {
+            format!(
+                "{} of its memory stays on {device}: managed or stream-ordered memory, arrays, and what other processes have open \
+                 cannot be moved",
+                Size(self.pinned)
+            )
+        })
+    }
+
     /// For people: what follows if it has more than its limit on the device that they call so.
     pub fn excess(&self, device: &str) -> Option<String> {
         let limit = self.limit.filter(|_| self.above_limit > 0)?;
