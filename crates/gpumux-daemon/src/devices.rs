@@ -287,7 +287,8 @@ fn describe(
             uuid: device.uuid()?,
             name: device.name()?,
             gpu,
-            memory_bytes: memory.total,
+            // What programs can have: the driver's own total is without what NVML reports as reserved.
+            memory_bytes: memory.total.saturating_sub(memory.reserved),
             memory_used: memory.used,
             driver: String::new(),
             hardware: Hardware {

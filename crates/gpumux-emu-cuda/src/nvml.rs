@@ -361,16 +361,18 @@ exports! { FUNCTIONS by nvml;
     nvmlDeviceGetPciInfo_v2(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
     nvmlDeviceGetPciInfo_v3(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
     nvmlDeviceGetMemoryInfo(device: Handle, out: Out<MemoryInfo>) => {
-        let (total, used) = memory(device)?;
+        let Memory { total, reserved, used } = memory(device)?;
+        // This version counts what is reserved as used.
+        let used = used + reserved;
         Ok(out.put(MemoryInfo { total, free: total - used, used })?)
     };
     nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<MemoryInfoV2>) => {
-        let (total, used) = memory(device)?;
+        let Memory { total, reserved, used } = memory(device)?;
         let version = out.get()?.version;
         if version != MEMORY_INFO_V2 {
             return Err(NvmlError::ARGUMENT_VERSION_MISMATCH);
         }
-        Ok(out.put(MemoryInfoV2 { version, total, reserved: 0, free: total - used, used })?)
+        Ok(out.put(MemoryInfoV2 { version, total, reserved, free: total - reserved - used, used })?)
     };
     nvmlDeviceGetUtilizationRates(device: Handle, out: Out<Utilization>) => {
         // Not known of instances, nor of GPUs that are partitioned.
@@ -596,10 +598,21 @@ fn by_bus_id(id: Text, out: Out<Handle>) -> Result {
     })
 }
 
-/// Total and used bytes.
-fn memory(device: Handle) -> Result<(u64, u64)> {
-    let total = info(device, |it| Ok(it.memory))?;
-    Ok((total, status(device)?.used.min(total)))
+/// Bytes of a device.
+struct Memory {
+    total: u64,
+    reserved: u64,
+    /// By programs.
+    used: u64,
+}
+
+fn memory(device: Handle) -> Result<Memory> {
+    let (memory, reserved) = info(device, |it| Ok((it.memory, it.reserved_memory)))?;
+    Ok(Memory {
+        total: memory + reserved,
+        reserved,
+        used: status(device)?.used.min(memory),
+    })
 }
 
 fn processes<T: From<ProcessInfo>>(device: Handle, count: Out<c_uint>, out: Out<T>) -> Result {

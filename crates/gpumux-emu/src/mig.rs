@@ -164,6 +164,7 @@ pub(crate) fn instance(place: &Place, gpu: u32, whole: &DeviceInfo) -> DeviceInf
     DeviceInfo {
         name: format!("{} MIG {}", whole.name, shape.name),
         memory: shape.memory(whole.memory),
+        reserved_memory: 0,
         sms: shape.sms_of(whole.sms),
         memory_bandwidth: bandwidth.max(1),
         mig_mode: false,

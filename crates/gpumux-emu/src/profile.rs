@@ -22,6 +22,8 @@ pub struct Profile {
     pub mig_mode: Vec<bool>,
     /// Bytes of device memory.
     pub memory: u64,
+    /// Bytes that NVML counts beyond these, and reports as reserved. Unset: a 232nd part, as on an H200.
+    pub reserved_memory: Option<u64>,
     /// Bytes that every context occupies. Measured: about 520 MiB.
     pub context_memory: u64,
     /// For how many ms after its end a process's memory stays taken. On an H200, 119 GiB were still taken after 188 ms.
@@ -86,6 +88,7 @@ impl Default for Profile {
             mig: Vec::new(),
             mig_mode: Vec::new(),
             memory: 80 << 30,
+            reserved_memory: None,
             context_memory: 520 << 20,
             release_ms: 200,
             compute_capability: (9, 0),
@@ -179,6 +182,9 @@ impl Profile {
         if self.memory < 1 << 20 || self.memory > 1 << 44 {
             return wrong("memory", &self.memory, "1 MiB to 16 TiB, in bytes");
         }
+        if let Some(reserved) = self.reserved_memory.filter(|it| *it > 1 << 44) {
+            return wrong("reserved_memory", &reserved, "at most 16 TiB, in bytes");
+        }
         if self.context_memory > self.memory {
             return wrong("context_memory", &self.context_memory, "at most `memory`");
         }
@@ -215,6 +221,7 @@ impl Profile {
             uuid: self.uuid(index),
             pci_bus: Self::pci_bus(index),
             memory: self.memory,
+            reserved_memory: self.reserved_memory.unwrap_or(self.memory / 232),
             sms: self.hardware.sms,
             compute_capability: self.compute_capability,
             clock_khz: self.clock_khz,
