@@ -121,3 +121,59 @@ pub const DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: c_int = 16;
 pub const DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
 pub const DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: c_int = 76;
+
+/// Declares numbers that the driver API names.
+macro_rules! numbers {
+    ($($(#[$docs:meta])* $list:ident { $($(#[$of:meta])* $name:ident = $number:literal,)* })*) => {$(
+        $(#[$docs])*
+        pub mod $list {
+            $($(#[$of])* pub const $name: std::ffi::c_int = $number;)*
+        }
+    )*};
+}
+
+numbers! {
+    /// `CUgraphMem_attribute`: memory of a device's graphs.
+    graph_memory {
+        /// What launches use now.
+        USED = 0,
+        /// The most that they used.
+        MOST_USED = 1,
+        /// What the driver keeps now.
+        RESERVED = 2,
+        /// The most that it kept.
+        MOST_RESERVED = 3,
+    }
+    /// `CUmemPool_attribute`: stream-ordered memory.
+    pool {
+        /// What is kept when all work has ended.
+        THRESHOLD = 4,
+        /// What the pool has now.
+        RESERVED = 5,
+        /// The most that it had.
+        MOST_RESERVED = 6,
+        /// What the program uses now.
+        USED = 7,
+        /// The most that it used.
+        MOST_USED = 8,
+    }
+    /// `CUgraphNodeType`: what a node of a graph does.
+    graph_node {
+        /// A kernel runs.
+        KERNEL = 0,
+        /// Memory is copied.
+        MEMCPY = 1,
+        /// Memory is set.
+        MEMSET = 2,
+        /// A function of the program runs.
+        HOST = 3,
+        /// Another graph runs.
+        GRAPH = 4,
+        /// Nothing.
+        EMPTY = 5,
+        /// Memory is allocated.
+        ALLOCATE = 10,
+        /// Memory is freed.
+        FREE = 11,
+    }
+}

@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
+use gpumux_cuda::types::graph_node::{ALLOCATE, EMPTY, FREE, GRAPH, HOST, KERNEL, MEMCPY, MEMSET};
 use gpumux_emu::protocol::Work;
 
 use crate::{
@@ -20,16 +21,6 @@ use crate::{
 };
 
 type Handle = usize;
-
-/// `CUgraphNodeType`.
-const KERNEL: c_int = 0;
-const MEMCPY: c_int = 1;
-const MEMSET: c_int = 2;
-const HOST: c_int = 3;
-const GRAPH: c_int = 4;
-const EMPTY: c_int = 5;
-const ALLOCATE: c_int = 10;
-const FREE: c_int = 11;
 
 /// `CUDA_KERNEL_NODE_PARAMS`; version 2 has a kernel and a context behind.
 #[repr(C)]

@@ -6,6 +6,8 @@ use std::{
     sync::{Arc, Mutex},
 };
 
+use gpumux_cuda::types::pool::{MOST_RESERVED, MOST_USED, RESERVED, THRESHOLD, USED};
+
 use crate::{
     error::{CuError, Result},
     memory,
@@ -26,13 +28,6 @@ pub(crate) struct Pool {
 /// Each device's default pool, and its current one.
 static OF_DEVICES: Mutex<BTreeMap<c_int, (Handle, Handle)>> = Mutex::new(BTreeMap::new());
 pub(crate) static POOLS: Registry<Pool> = Registry::new();
-
-/// Attributes: what is kept, and of what the pool has and what is used, how much now and at most.
-const THRESHOLD: c_int = 4;
-const RESERVED: c_int = 5;
-const MOST_RESERVED: c_int = 6;
-const USED: c_int = 7;
-const MOST_USED: c_int = 8;
 
 /// Reuse: on unless switched off. Release threshold: 0.
 pub(crate) fn initial(attribute: c_int) -> Result<u64> {

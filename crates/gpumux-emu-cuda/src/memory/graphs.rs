@@ -15,13 +15,8 @@ use crate::{
     error::{CuError, Result},
     process::lock,
 };
+use gpumux_cuda::types::graph_memory::{MOST_RESERVED, MOST_USED, RESERVED, USED};
 use rustix::mm::ProtFlags;
-
-/// Attributes: used and reserved, now and at most.
-const USED: c_int = 0;
-const MOST_USED: c_int = 1;
-const RESERVED: c_int = 2;
-const MOST_RESERVED: c_int = 3;
 
 /// By device, the most that was used and reserved.
 static MOST: Mutex<BTreeMap<u32, (u64, u64)>> = Mutex::new(BTreeMap::new());

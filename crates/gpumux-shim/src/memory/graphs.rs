@@ -9,6 +9,11 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
+use gpumux_cuda::types::{
+    graph_memory::{RESERVED, USED},
+    graph_node::ALLOCATE,
+};
+
 use crate::{
     ground::{
         driver::{CUresult, SUCCESS, functions},
@@ -17,13 +22,6 @@ use crate::{
     memory::space::{self, GraphMemory, Space},
     work,
 };
-
-/// `CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT`
-const USED: c_int = 0;
-/// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`
-const RESERVED: c_int = 2;
-/// `CU_GRAPH_NODE_TYPE_MEM_ALLOC`
-const ALLOCATES: c_int = 10;
 
 functions! {
     graph_attribute c"cuDeviceGetGraphMemAttribute" (c_int, c_int, *mut u64);
@@ -50,7 +48,7 @@ pub(crate) fn add_allocation(real: impl FnOnce() -> CUresult) -> CUresult {
 /// `params` must be what the program passed.
 pub(crate) unsafe fn add_node(params: *const c_int, real: impl FnOnce() -> CUresult) -> CUresult {
     // SAFETY: the kind of the node comes first; without parameters the driver refuses.
-    if unsafe { params.as_ref() } == Some(&ALLOCATES) {
+    if unsafe { params.as_ref() } == Some(&ALLOCATE) {
         will_allocate();
     }
     gate::through(real)

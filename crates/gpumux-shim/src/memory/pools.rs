@@ -14,6 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use gpumux_cuda::types::pool::RESERVED;
+
 use crate::{
     ground::{
         context::is_capturing_anywhere,
@@ -27,8 +29,6 @@ use crate::{
     work,
 };
 
-/// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`
-const RESERVED: c_int = 5;
 /// How often pools with a free part are counted.
 const PERIOD: Duration = Duration::from_secs(1);
 /// How long the agent waits for a call of the program's that may end a pool: it must stay reachable.
