@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks the book: every relative link and anchor of all pages leads somewhere, and the summary lists every page once.
+"""Checks the book: every relative link and anchor of all pages leads somewhere, every test that a table names exists, and the summary lists every
+page once.
 
 Needs only Python. `mdbook build docs`, where mdbook is installed, builds the book itself (`.ci/run`).
 """
@@ -28,6 +29,17 @@ def anchors(text: str) -> set[str]:
     return found
 
 
+def tests_named(text: str) -> set[str]:
+    """The tests in the last column of a page's tables, where its head is `test`."""
+    found, inside = set[str](), False
+    for line in text.splitlines():
+        last = line.strip().strip("|").split(" | ")[-1].strip()
+        if inside and line.startswith("|"):
+            found.update(re.findall(r"`(?:\w+::)*(\w+)`", last))
+        inside = line.startswith("|") and (inside or last == "test")
+    return found
+
+
 def problems(root: Path) -> list[str]:
     """What is wrong with the pages below this folder."""
     pages = sorted([*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("bench/*.md"), *root.glob("examples/**/*.md")])
@@ -44,6 +56,10 @@ def problems(root: Path) -> list[str]:
                 found.append(f"{page.relative_to(root)}: {target} is outside the book: name it by its address")
             elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text()):
                 found.append(f"{page.relative_to(root)}: {target} is no heading there")
+    code = [*root.glob("crates/**/*.rs"), *root.glob("tests/**/*.rs")]
+    there = {name for file in code for name in re.findall(r"\b(?:fn|mod) (\w+)", file.read_text())}
+    for page, text in texts.items():
+        found += [f"{page.relative_to(root)}: no test is called {name}" for name in sorted(tests_named(text) - there)]
     summary = root / "docs/SUMMARY.md"
     listed = [(summary.parent / it).resolve() for it in LINK.findall(summary.read_text())]
     found += [f"docs/SUMMARY.md lists {page.relative_to(root)} {listed.count(page)} times" for page in set(listed) if listed.count(page) > 1]

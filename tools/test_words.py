@@ -69,6 +69,11 @@ class Links(unittest.TestCase):
         found = self.problems(SUMMARY="- [A](a.md)\n", a="[x](none.md) [y](#none)\n", b="# B\n")
         self.assertEqual([bool(re.search(it, "\n".join(found))) for it in ("none.md is not there", "#none is no heading", "list docs/b.md")], [True] * 3)
 
+    def test_missing_test_is_found(self) -> None:
+        table = "| guarantee | test |\n|---|---|\n| It `holds`. | `a::none_such`, `x` |\n\n`no_table`\n"
+        found = self.problems(SUMMARY="- [A](a.md)\n", a=table)
+        self.assertEqual(found, [f"docs/a.md: no test is called {name}" for name in ("none_such", "x")])
+
     def test_link_out_of_the_book_is_found(self) -> None:
         found = self.problems(SUMMARY="- [A](a.md)\n", a="[x](../out.md)\n", **{"../out": "# Out\n"})
         self.assertEqual(found, ["docs/a.md: ../out.md is outside the book: name it by its address"])
