@@ -191,7 +191,7 @@ mod tests {
             "4711 may be guaranteed at most 50%",
             "nvml names /nonexistent/nvml.so",
             &missing,
-            "[tenants.\"night\"]: `7` names no device",
+            "[tenants.\"night\"]: `7` names no single device",
         ];
         assert_eq!(found.len(), expected.len(), "{found:#?}");
         for (found, expected) in found.iter().zip(expected) {

@@ -98,6 +98,12 @@ fn groups_of(user: &User) -> Vec<String> {
     gids.into_iter().filter_map(named).collect()
 }
 
+/// What people call a user.
+pub fn user_name(uid: u32) -> String {
+    let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
+    user.map_or_else(|| uid.to_string(), |user| user.name)
+}
+
 /// Whether a user may do what binds others.
 pub(crate) fn trusted(uid: u32) -> bool {
     uid == 0 || uid == rustix::process::getuid().as_raw()

@@ -50,7 +50,7 @@ pub enum Command {
     /// Holds a context and memory, and does nothing
     #[command(alias = "sleep")]
     Idle(Idle),
-    /// Works for a while, then does what a program should not
+    /// Works for a while, then faults: traps, writes to no memory, exits at work, or takes all memory
     Fault(Fault),
     /// Hints that no work follows: from many threads, during captures, after forks; counts those that took the device
     Hints(Hints),

@@ -119,9 +119,10 @@ struct Point {
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.list {
         let programs = client::block(async |client| client.programs().await)?;
-        match args.json {
-            true => output::json(&serde_json::json!({ "programs": programs }))?,
-            false => output::print(&table(&programs))?,
+        match (args.json, programs.is_empty()) {
+            (true, _) => output::json(&serde_json::json!({ "programs": programs }))?,
+            (false, true) => output::print("no program is known\n")?,
+            (false, false) => output::print(&table(&programs))?,
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -133,7 +134,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     percents.sort_unstable();
     percents.dedup();
     if percents.len() < 2 {
-        let message = "one point is no curve: name at least two with --points";
+        let message =
+            "one percentage is no scaling profile: name at least two with --points, such as 25,100";
         return Err(units::Usage(message.to_owned()).into());
     }
     units::program(&args.command[0])?;
@@ -422,10 +424,17 @@ fn shown(profile: &Profile) -> String {
     output::table(&rows) + &kept
 }
 
+fn or_dash(text: String) -> String {
+    match text.is_empty() {
+        true => "-".to_owned(),
+        false => text,
+    }
+}
+
 fn table(programs: &[Program]) -> String {
     let head = [
         "FINGERPRINT",
-        "UID",
+        "USER",
         "FROM",
         "SMS:RELATIVE",
         "NEIGHBOURS:RELATIVE",
@@ -436,10 +445,10 @@ fn table(programs: &[Program]) -> String {
         let curve = (program.curve.iter()).map(|(percent, rate)| (*percent, rate / most));
         rows.push(vec![
             program.fingerprint.clone(),
-            program.uid.to_string(),
+            gpumux_daemon::user_name(program.uid),
             if program.profiled { "profile" } else { "runs" }.to_owned(),
-            listed(curve),
-            listed(program.beside.iter().copied()),
+            or_dash(listed(curve)),
+            or_dash(listed(program.beside.iter().copied())),
         ]);
     }
     output::table(&rows)
@@ -493,6 +502,24 @@ mod tests {
         let text = shown(&profile);
         assert!(text.contains("25%   700.0   0.700     2.0%"), "{text}");
         assert!(text.contains("Kept as train.py-1"), "{text}");
+    }
+
+    #[test]
+    fn program_without_a_profile_has_dashes() {
+        let program = Program {
+            fingerprint: "python-1".into(),
+            uid: 0,
+            curve: Vec::new(),
+            reported: false,
+            beside: Vec::new(),
+            profiled: false,
+            learnt: 0,
+        };
+        let text = table(&[program]);
+        assert!(
+            text.ends_with("python-1     root  runs  -             -\n"),
+            "{text}"
+        );
     }
 
     #[test]

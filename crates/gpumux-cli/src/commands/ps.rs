@@ -32,7 +32,7 @@ States:
   starting    no process of it has used a GPU yet
   idle        has no work for a GPU
   running     has work, and may run
-  queued      has work, and is frozen until its turn comes
+  queued      has work, and is frozen until its quantum comes
   stopped     its process is stopped (SIGSTOP, Ctrl-Z, a debugger)
   swapped     some or all of its memory is on the host
   blocked     waits for room in a GPU's memory

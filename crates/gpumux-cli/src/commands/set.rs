@@ -60,9 +60,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Some(name) = args.name.as_ref().filter(|_| !args.list) else {
         let mut settings = client::block(async |client| client.settings().await)?;
         settings.retain(|set| args.name.as_ref().is_none_or(|name| *name == set.name));
-        match args.json {
-            true => output::json(&settings)?,
-            false => output::print(&table(&settings))?,
+        match (args.json, settings.is_empty()) {
+            (true, _) => output::json(&settings)?,
+            (false, true) => output::print("nothing is remembered\n")?,
+            (false, false) => output::print(&table(&settings))?,
         }
         return Ok(ExitCode::SUCCESS);
     };
@@ -88,11 +89,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 fn table(settings: &[Setting]) -> String {
-    let mut rows = vec![["NAME", "UID", "REMEMBERED"].map(str::to_owned).to_vec()];
+    let mut rows = vec![["NAME", "USER", "REMEMBERED"].map(str::to_owned).to_vec()];
     let row = |set: &Setting| {
         vec![
             set.name.clone(),
-            set.uid.to_string(),
+            gpumux_daemon::user_name(set.uid),
             set.change.to_string(),
         ]
     };

@@ -20,7 +20,7 @@ Examples:
 
 The same scenario and seed always give the same result.";
 
-/// Predict what tenants get, in virtual time
+/// Predict what tenants receive, in virtual time
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

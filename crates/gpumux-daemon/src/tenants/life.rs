@@ -127,11 +127,15 @@ impl Life {
                 format!("ended by {} on request", signal_name(signal))
             }
             (Some(signal), _, _) => format!("killed by {}", signal_name(signal)),
-            (None, Some(0), _) => "completed".to_owned(),
-            (None, Some(code), _) => match self.sent.last() {
-                Some(sent) => format!("exit code {code} after {} on request", signal_name(*sent)),
-                None => format!("failed with exit code {code}"),
-            },
+            (None, Some(code), _) => {
+                let sent = self.sent.last().map(|it| signal_name(*it));
+                match (code, sent) {
+                    (0, None) => "completed".to_owned(),
+                    (0, Some(sent)) => format!("completed after {sent} on request"),
+                    (_, Some(sent)) => format!("exit code {code} after {sent} on request"),
+                    (_, None) => format!("failed with exit code {code}"),
+                }
+            }
             (None, None, Killed::InItsGroup) => {
                 "ended; the kernel's OOM killer killed a process of its control group".to_owned()
             }
@@ -277,6 +281,11 @@ mod tests {
         life.signalled(9);
         assert_eq!(life.reason(Killed::None), "ended by SIGTERM on request");
         life.sent = vec![15];
+        life.exit = exit(0);
+        assert_eq!(
+            life.reason(Killed::None),
+            "completed after SIGTERM on request"
+        );
         life.exit = exit(143 << 8);
         assert_eq!(
             life.reason(Killed::None),

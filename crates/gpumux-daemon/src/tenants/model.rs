@@ -117,7 +117,7 @@ pub(crate) enum TenantError {
     NotTrusted,
     #[error("{0} devices are more than a tenant can be confined to: name at most {MAX_CONFINED}")]
     TooManyDevices(usize),
-    #[error("`{0}` names no device, or several: {1}; use a number or a UUID")]
+    #[error("`{0}` names no single device: {1}; use a number or a UUID")]
     NoDevice(String, String),
     #[error(
         "the secret is refused: use 32 hexadecimal digits that no tenant of another process has"

@@ -89,7 +89,7 @@ pub(crate) fn resolve(name: &str, numbers: &Numbers) -> Result<String, TenantErr
         let all: Vec<String> = numbers.iter().map(list).collect();
         match all.is_empty() {
             true => "no device is known yet".to_owned(),
-            false => format!("there are {}", all.join(", ")),
+            false => format!("the devices are {}", all.join(", ")),
         }
     };
     let fits: Vec<&String> = match name.parse::<u32>() {

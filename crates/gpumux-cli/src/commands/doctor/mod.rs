@@ -52,6 +52,12 @@ struct Report {
     problem: Option<String>,
 }
 
+impl Report {
+    fn is_healthy(&self) -> bool {
+        !self.devices.is_empty() && self.devices.iter().all(Examined::usable)
+    }
+}
+
 /// The kernel's driver.
 #[derive(Debug, PartialEq, Serialize)]
 struct Driver {
@@ -117,8 +123,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         true => output::json(&report)?,
         false => output::print(&text(&report))?,
     }
-    let healthy = !report.devices.is_empty() && report.devices.iter().all(Examined::usable);
-    Ok(ExitCode::from(u8::from(!healthy)))
+    Ok(ExitCode::from(u8::from(!report.is_healthy())))
 }
 
 fn examine(driver: &Driver) -> Result<Vec<Examined>, gpumux_cuda::Error> {
@@ -242,7 +247,10 @@ fn text(report: &Report) -> String {
             effect,
             way_out,
         } = sandbox;
-        text += &format!("{name}  {shown_by}\n        {effect}\n        way out: {way_out}\n");
+        text += &format!("{name}  {shown_by}\n        {effect}\n");
+        if !report.is_healthy() || !report.daemon.works {
+            text += &format!("        way out: {way_out}\n");
+        }
     }
     for finding in report.libraries.iter().chain([&report.daemon]) {
         let verdict = if finding.works { "ok " } else { "BAD" };
@@ -285,6 +293,47 @@ fn row(control: &Control) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn way_out_is_named_only_where_something_is_wrong() {
+        let control = |name| Control {
+            name,
+            works: true,
+            reason: String::new(),
+        };
+        let mut report = Report {
+            driver: driver_from(""),
+            sandboxes: vec![Sandbox {
+                name: "container",
+                shown_by: "/.dockerenv is there".into(),
+                effect: "programs are tenants if they reach the daemon",
+                way_out: "mount its socket",
+            }],
+            libraries: Vec::new(),
+            daemon: Finding {
+                name: "daemon",
+                works: true,
+                reason: String::new(),
+            },
+            devices: vec![Examined {
+                index: 0,
+                name: String::new(),
+                uuid: String::new(),
+                emulated: true,
+                architecture: None,
+                evidence: None,
+                controls: controls::NEEDED.map(control).into(),
+            }],
+            problem: None,
+        };
+        let way_out = "way out: mount its socket";
+        assert!(!text(&report).contains(way_out));
+        report.daemon.works = false;
+        assert!(text(&report).contains(way_out));
+        report.daemon.works = true;
+        report.devices[0].controls[0].works = false;
+        assert!(text(&report).contains(way_out));
+    }
 
     #[test]
     fn the_module_is_known_by_its_own_words() {

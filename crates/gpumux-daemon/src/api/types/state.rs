@@ -16,7 +16,7 @@ pub enum TenantState {
     Idle,
     /// It has work, and may run.
     Running,
-    /// It has work, and is frozen until its turn comes.
+    /// It has work, and is frozen until its quantum comes.
     Queued,
     /// Its process is stopped (SIGSTOP, a debugger), with work that it launched before.
     Stopped,
@@ -65,7 +65,7 @@ impl TenantState {
             Self::Starting => "no process of it has used a GPU yet",
             Self::Idle => "has no work for a GPU",
             Self::Running => "has work, and may run",
-            Self::Queued => "has work, and is frozen until its turn comes",
+            Self::Queued => "has work, and is frozen until its quantum comes",
             Self::Stopped => "its process is stopped (SIGSTOP, Ctrl-Z, a debugger)",
             Self::Swapped => "some or all of its memory is on the host",
             Self::Blocked => "waits for room in a GPU's memory",
