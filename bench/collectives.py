@@ -3,16 +3,18 @@
 `matrix`: two jobs with a rank on each GPU. Cases are the patterns of both: `ddp` (each layer's gradients are summed while the next is computed), `fsdp` (weights
 gathered before each layer, gradients scattered after it), `tensor` (a sum after each layer), `pipeline` (micro-batches sent from rank to rank), `all-to-all`.
 Modes: `time-slicing` (the driver's), `mps` (one server), `gangs` (gpumux: a job's processes run and freeze together), `group` (gpumux: both jobs in one MPS group),
-`group-ctas` (the same, the second job with NCCL_MAX_CTAS=4). Values, relative to the job alone: `throughput_rel` (sum), `least_rel`, `one_rel`, `two_rel`.
+`group-ctas` (the same, the second job with NCCL_MAX_CTAS=4). Values, relative to the job alone: `throughput_rel` (sum), `least_rel`, `one_rel`, `two_rel`. In rounds
+(rounds.py), each beside `alone` (steps per second).
 
-`pacing`: two equal jobs in mode `gangs` with guarantees of 0.7 and 0.3, then one alone. Values: `share_one`, `share_two` (of the work of both, each relative to
-alone), `total_rel`, and `left_rel` (the second, while the first is idle).
+`pacing`: two equal jobs in mode `gangs` with guarantees of 0.7 and 0.3, then one of them. Values: `share_one`, `share_two` (of the work of both, each relative to
+alone), `total_rel`, and `left_rel` (the second, while the first is idle). In rounds as well.
 
 `storm`: two jobs that only sum, and compare every word. In each round something happens to them while a sum is in progress: sleep and wake, a limit, a class, the daemon stopped
 for 2 s (SIGSTOP), killed and started again, a rank killed. Then both must go on. Cases: what happens, and `all`. Values: `rounds`, `in_collective` (a rank was inside a sum at that moment),
 `hangs` (a job did not go on within the bound), `refused` (the command failed), `wrong` words, `compared` words, `worst_s` until both went on.
 
 `logical`: more ranks than GPUs, by NCCL's own support (`--nccl`: a libnccl.so.2 of 2.30.3 or newer). Cases: `2-on-2`, `2-on-1`, `4-on-2`. Modes `time-slicing`, `group`,
+`ranks-per-gpu` (a group that `gpumux run --ranks-per-gpu 2` sets up, with nothing set by hand; ranks use the GPU of their `LOCAL_RANK`),
 `stock` (PyTorch's own NCCL; `refused`: 1 if it refuses two ranks on one GPU). Values: steps per second, `of_ideal` (against 2-on-2 with the work of each GPU),
 `loss_off` (largest relative difference of a loss from 2-on-2).
 
@@ -41,6 +43,7 @@ from typing import Any
 
 import common
 import peers
+import rounds
 from collectives_worker import GRANTED, INSIDE, PID, STEPS, WRONG, CHECKED, Board
 from common import BenchError, Crew, Gpumux, Mode, Results, say
 from peers import Space
@@ -65,7 +68,7 @@ PARTS: dict[str, tuple[list[str], list[str]]] = {
     "storm": (["all", *ACTIONS], ["gangs"]),
     "matrix": (PAIRS, SHARED),
     "pacing": (["ddp+ddp", "tensor+tensor"], ["gangs", "group-ctas"]),
-    "logical": (["2-on-2", "2-on-1", "4-on-2"], ["time-slicing", "group", "stock"]),
+    "logical": (["2-on-2", "2-on-1", "4-on-2"], ["time-slicing", "group", "ranks-per-gpu", "stock"]),
     "bandwidth": (["decode+triad", "knee"], HEAVY),
 }
 JOBS = ("one", "two")
@@ -110,6 +113,8 @@ def mode(name: str, logs: Path) -> Mode:
             return Grouped(name, logs)
         case "group-ctas":
             return Grouped(name, logs, ctas=4)
+        case "ranks-per-gpu":
+            return Grouped(name, logs, one=("--ranks-per-gpu", "2"))
         case "group-30" | "group-15":
             return Grouped(name, logs, triad=("--limit", f"0.{name.removeprefix('group-')}"))
         case "duty-30":
@@ -194,56 +199,70 @@ def pair(case: str) -> dict[str, str]:
     return dict(zip(JOBS, case.split("+")))
 
 
-def matrix(options: argparse.Namespace, results: Results, logs: Path, folder: Path) -> None:
-    """All pairs in all modes, beside each pattern alone."""
-    budget, alone = Budget(options.budget), dict[str, float]()
-    patterns = list(dict.fromkeys(pattern for case in options.cases for pattern in case.split("+")))
+def in_rounds(
+    options: argparse.Namespace,
+    results: Results,
+    logs: Path,
+    folder: Path,
+    together: Callable[[Jobs, dict[str, str], dict[str, float]], dict[str, float]],
+) -> int:
+    """Measures pairs in all modes, in rounds; `together` gives the values of both jobs, by each pattern's rate alone in the same round or the one before."""
+    alone, notes = dict[str, float](), list[str]()
     names = lambda kind: JOBS[:1] if kind == "alone" else JOBS  # noqa: E731
     with ExitStack() as stack:
-        crews = begun(["alone", *options.modes], logs, lambda kind: Jobs(kind, folder), lambda crew: crew.start(*names(crew.mode.name)), results, stack)
-        for name, jobs in crews.items():
-            for pattern in patterns:
-                with results.cell(f"{pattern} / {name}"):
-                    jobs.start(*names(name))
-                    jobs.rates(0.3, dict.fromkeys(names(name), pattern), 0.1)  # buffers and connections are made
-        for pattern in patterns:
-            with results.cell(f"{pattern} / alone"):
-                crews["alone"].start("one")
-                alone[pattern] = crews["alone"].rates(options.seconds, {"one": pattern})["one"]
-                say(f"{pattern} alone: {alone[pattern]:.4g} steps/s")
-        for case in options.cases:
-            for name, jobs in crews.items():
-                if name == "alone" or not set(case.split("+")) <= alone.keys() or budget.spent(f"{case} / {name}", 2 * options.seconds):
-                    continue
-                with results.cell(f"{case} / {name}"):
-                    jobs.start(*JOBS)
-                    results.add(case, name, relative(jobs.rates(options.seconds, pair(case)), alone, pair(case)))
+        start = lambda crew: crew.start(*names(crew.mode.name))  # noqa: E731
+        crews = begun(["alone", *options.modes], logs, lambda kind: Jobs(kind, folder), start, results, stack)
+        modes = list(crews)
+
+        def have(case: str, name: str) -> None:
+            crews[name].start(*names(name))
+            for pattern in dict.fromkeys(pair(case).values()):
+                crews[name].rates(0.3, dict.fromkeys(names(name), pattern), 0.1)  # buffers and connections are made
+
+        def measure(case: str, name: str, _: int) -> dict[str, Any]:
+            jobs, patterns = crews[name], pair(case)
+            jobs.start(*names(name))
+            if name != "alone":
+                return rounds.cell(**together(jobs, patterns, alone))
+            for pattern in dict.fromkeys(patterns.values()):
+                alone[pattern] = jobs.rates(options.seconds, {"one": pattern})["one"]
+            return rounds.cell(**{f"{job}_per_s": alone[pattern] for job, pattern in patterns.items()})
+
+        def prepare(case: str) -> None:
+            rounds.prepare(case, modes, have, notes)
+            measure(case, "alone", 0)
+
+        least = min(options.rounds, rounds.LEAST)
+        plan = rounds.Plan(options.cases, modes, measure, prepare, dict.fromkeys(options.cases, least))
+        return max(rounds.run(plan, results, options.budget, options.rounds, notes), int(bool(results.failed)))
 
 
-def pacing(options: argparse.Namespace, results: Results, logs: Path, folder: Path) -> None:
-    """Two equal jobs with unequal guarantees, and one of them alone."""
-    for name in options.modes:
-        with results.cell(name), mode(name, logs) as kind, Jobs(kind, folder) as jobs:
-            jobs.start(*JOBS)
-            for case in options.cases:
-                with results.cell(f"{case} / {name}"):
-                    patterns, alone = pair(case), dict[str, float]()
-                    for job in JOBS:
-                        jobs.rates(0.5, {job: patterns[job]})
-                        alone |= jobs.rates(options.seconds / 2, {job: patterns[job]})
-                    assert isinstance(kind, Gpumux)
-                    if name == "gangs":
-                        for job, share in zip(JOBS, ("0.7", "0.3")):
-                            ordered(kind, "set", kind.tenants[job], "--guaranteed", share)
-                    jobs.rates(1.0, patterns)
-                    rates = jobs.rates(2 * options.seconds, patterns)
-                    one, two = (rates[job] / alone[job] for job in JOBS)
-                    left = jobs.rates(options.seconds / 2, {"two": patterns["two"]})["two"] / alone["two"]
-                    values = {"share_one": one / (one + two), "share_two": two / (one + two), "total_rel": one + two, "left_rel": left}
-                    results.add(case, name, values)
-                    if name == "gangs":
-                        for job in reversed(JOBS):
-                            ordered(kind, "set", kind.tenants[job], "--guaranteed", "0")
+def matrix(options: argparse.Namespace, results: Results, logs: Path, folder: Path) -> int:
+    """All pairs in all modes, beside each pattern alone."""
+    return in_rounds(
+        options, results, logs, folder, lambda jobs, patterns, alone: relative(jobs.rates(options.seconds, patterns), alone, patterns)
+    )
+
+
+def pacing(options: argparse.Namespace, results: Results, logs: Path, folder: Path) -> int:
+    """Two equal jobs with unequal guarantees, and one of them."""
+
+    def together(jobs: Jobs, patterns: dict[str, str], alone: dict[str, float]) -> dict[str, float]:
+        kind = jobs.mode
+        assert isinstance(kind, Gpumux)
+        if kind.name == "gangs":
+            for job, share in zip(JOBS, ("0.7", "0.3")):
+                ordered(kind, "set", kind.tenants[job], "--guaranteed", share)
+        jobs.rates(1.0, patterns)
+        rates = jobs.rates(2 * options.seconds, patterns)
+        one, two = (rates[job] / alone[patterns[job]] for job in JOBS)
+        left = jobs.rates(options.seconds / 2, {"two": patterns["two"]})["two"] / alone[patterns["two"]]
+        if kind.name == "gangs":
+            for job in reversed(JOBS):
+                ordered(kind, "set", kind.tenants[job], "--guaranteed", "0")
+        return {"share_one": one / (one + two), "share_two": two / (one + two), "total_rel": one + two, "left_rel": left}
+
+    return in_rounds(options, results, logs, folder, together)
 
 
 # --- the storm ----------------------------------------------------------------------------------
@@ -441,6 +460,7 @@ def logical(options: argparse.Namespace, results: Results, logs: Path, folder: P
     budget, base = Budget(options.budget), dict[str, Any]()
     nccl = ["--nccl", str(Path(options.nccl).resolve())] if options.nccl else []
     cells = [("2-on-2", "time-slicing"), ("2-on-1", "group"), ("4-on-2", "group"), ("2-on-1", "stock"), ("2-on-1", "time-slicing")]
+    cells += [("2-on-1", "ranks-per-gpu"), ("4-on-2", "ranks-per-gpu")]
     for case, name in cells:
         if case not in options.cases or name not in options.modes or budget.spent(f"{case} / {name}", 15):
             continue
@@ -450,10 +470,13 @@ def logical(options: argparse.Namespace, results: Results, logs: Path, folder: P
         with results.cell(f"{case} / {name}"):
             ranks, gpus = int(case[0]), int(case[-1])
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(it) for it in range(gpus))
-            os.environ["NCCL_MAX_CTAS"] = "8"  # kernels of all ranks must fit on a GPU at the same time
+            by_hand = name != "ranks-per-gpu"
+            if by_hand:
+                os.environ["NCCL_MAX_CTAS"] = "8"  # kernels of all ranks must fit on a GPU at the same time
+            extra = [] if name == "stock" else nccl if by_hand else [*nccl, "--local-rank"]
             common.READY_S = 60.0
             try:
-                with mode(name, logs) as kind, Jobs(kind, folder, ranks, [] if name == "stock" else nccl) as jobs:
+                with mode(name, logs) as kind, Jobs(kind, folder, ranks, extra) as jobs:
                     jobs.mode.name = f"{name}-{case}"
                     if name == "stock":
                         results.add(case, name, {"refused": float(refuses(jobs, logs / f"{name}-{case}-one.log"))})
@@ -461,7 +484,8 @@ def logical(options: argparse.Namespace, results: Results, logs: Path, folder: P
                     jobs.start("one")
                     answer = jobs.measure(options.seconds, {"one": {"op": "losses"}})["one"]
             finally:
-                del os.environ["CUDA_VISIBLE_DEVICES"], os.environ["NCCL_MAX_CTAS"]
+                del os.environ["CUDA_VISIBLE_DEVICES"]
+                os.environ.pop("NCCL_MAX_CTAS", None)
             if answer["wrong"]:
                 raise BenchError(f"{answer['wrong']} wrong words in sums")
             rate, losses = answer["calls"] / answer["seconds"], answer["losses"]
@@ -520,18 +544,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=common.listed(every[0]), help="[all of the part]")
     parser.add_argument("--modes", type=common.listed(every[1]), help="[all of the part]")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one cell [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=200, help="of the storm [%(default)s]")
+    parser.add_argument("--rounds", type=int, help=f"of the storm [200]; most of matrix and pacing [{rounds.LEAST}]")
     parser.add_argument("--seed", type=int, default=1, help="of the storm [%(default)s]")
     parser.add_argument("--budget", type=float, default=3600.0, metavar="S", help="begin nothing after so many seconds [%(default)s]")
     parser.add_argument("--nccl", help="a libnccl.so.2 of 2.30.3 or newer, for `logical`")
     options = parser.parse_args(arguments)
     cases, modes = PARTS[options.part]
     options.cases, options.modes = options.cases or cases, options.modes or modes
+    options.rounds = options.rounds or (200 if options.part == "storm" else rounds.LEAST)
     if options.quick:
-        options.seconds, options.rounds = options.seconds / 4, options.rounds // 2
+        options.seconds, options.rounds = options.seconds / 4, (options.rounds + 1) // 2
     logs = common.begin(options)
-    results = Results(f"collectives-{options.part}", options.out, cases, modes)
-    parts: dict[str, Callable[[argparse.Namespace, Results, Path, Path], None]] = {
+    results = Results(f"collectives-{options.part}", options.out, cases, list(dict.fromkeys(["alone", *modes])))
+    parts: dict[str, Callable[[argparse.Namespace, Results, Path, Path], int | None]] = {
         "storm": storm,
         "matrix": matrix,
         "pacing": pacing,
@@ -539,8 +564,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bandwidth": bandwidth,
     }
     with tempfile.TemporaryDirectory(prefix="collectives-") as folder:
-        parts[options.part](options, results, logs, Path(folder))
-    return results.finish()
+        code = parts[options.part](options, results, logs, Path(folder))
+    return results.finish() if code is None else code
 
 
 if __name__ == "__main__":

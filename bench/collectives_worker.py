@@ -83,7 +83,8 @@ class Rank:
             self.device = torch.device("cpu")
             dist.init_process_group("gloo", init_method=f"file://{options.store}", rank=self.rank, world_size=self.world)
         else:
-            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            local = os.environ.get("LOCAL_RANK")
+            self.device = torch.device("cuda", self.rank % torch.cuda.device_count() if local is None else int(local))
             torch.cuda.set_device(self.device)
             dist.init_process_group("nccl", init_method=f"file://{options.store}", rank=self.rank, world_size=self.world)
             print(f"rank {self.rank} of {self.world} on {self.device}, NCCL {torch.cuda.nccl.version()}", file=sys.stderr, flush=True)
@@ -264,14 +265,17 @@ class Job:
         self.start()
         self.wait_ready()
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, rank: int) -> dict[str, str]:
         """Of a rank. NVLink multicast is off: not all machines have it."""
-        found = {"NCCL_DEBUG": "WARN"} | dict(os.environ) | {"NCCL_NVLS_ENABLE": "0"}
+        found = {"NCCL_DEBUG": "WARN"} | dict(os.environ)
         if self.options.nccl:
             # After gpumux's own library, before the one that PyTorch would load.
             found["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), self.options.nccl]))
+        if self.options.local_rank:
+            return found | {"LOCAL_RANK": str(rank)}
+        if self.options.nccl:
             found["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-        return found
+        return found | {"NCCL_NVLS_ENABLE": "0"}
 
     def start(self) -> None:
         """A generation of ranks."""
@@ -284,7 +288,8 @@ class Job:
         store = self.folder / f"store-{words[GENERATION]}"
         command = [sys.executable, __file__, "rank", "--board", self.options.board, "--ranks", str(count), "--store", str(store)]
         command += ["--cpu"] if self.options.cpu else []
-        self.ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=self.environment(), stdin=subprocess.DEVNULL) for rank in range(count)]
+        start = lambda rank: subprocess.Popen([*command, "--rank", str(rank)], env=self.environment(rank), stdin=subprocess.DEVNULL)  # noqa: E731
+        self.ranks = [start(rank) for rank in range(count)]
 
     def dead(self) -> list[int]:
         """Ranks that have ended."""
@@ -435,6 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made.add_argument("--ranks", type=int, default=2)
         made.add_argument("--cpu", action="store_true", help="no GPU: small tensors, gloo")
         made.add_argument("--nccl", default="", help="job: this NCCL in place of PyTorch's, with several ranks on a GPU")
+        made.add_argument("--local-rank", action="store_true", help="job: ranks have LOCAL_RANK, as torchrun's have, and nothing else is set for NCCL")
         made.add_argument("--rank", type=int, default=0)
         made.add_argument("--store", default="")
     roles.add_parser("gemv")

@@ -1,11 +1,17 @@
 """The parts of `collectives.py` that need no GPU."""
 
+import argparse
+import json
 import tempfile
+import types
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import collectives
 import collectives_worker
+import common
+import rounds
 from collectives_worker import STEPS, WRONG, Board
 
 
@@ -36,6 +42,42 @@ class Pairs(unittest.TestCase):
             self.assertLessEqual(set(case.split("+")), known)
 
 
+class FakeJobs:
+    """Jobs that run at half of their rate alone beside another."""
+
+    def __init__(self, name: str) -> None:
+        self.mode = types.SimpleNamespace(name=name)
+        self.running: tuple[str, ...] = ()
+
+    def start(self, *names: str) -> None:
+        self.running = names
+
+    def rates(self, _seconds: float, patterns: dict[str, str], _lead: float = 0.2) -> dict[str, float]:
+        assert set(patterns) <= set(self.running)
+        return {name: {"ddp": 10.0, "tensor": 20.0}[pattern] / len(patterns) for name, pattern in patterns.items()}
+
+
+class Rounds(unittest.TestCase):
+    def test_matrix_measures_all_modes_in_each_round_beside_alone(self) -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(common, "device_and_driver", return_value=("X", "1")),
+            mock.patch.object(common, "commit", return_value="c0"),
+            mock.patch.object(collectives, "begun", lambda names, *_: {name: FakeJobs(name) for name in names}),
+            mock.patch.object(rounds, "noise", return_value=1.0),
+        ):
+            results = common.Results("try", Path(folder), ["ddp+tensor"], ["alone", "gangs", "group"])
+            options = argparse.Namespace(cases=["ddp+tensor"], modes=["gangs", "group"], seconds=0.1, rounds=rounds.LEAST, budget=60.0)
+            code = collectives.matrix(options, results, Path(folder), Path(folder))
+            data = json.loads(results.path.read_text())
+        self.assertEqual(code, 0)
+        rows = {row["mode"]: row for row in data["rows"]}
+        self.assertEqual(rows["alone"]["values"], {"one_per_s": 10.0, "two_per_s": 20.0})
+        for mode in ("gangs", "group"):
+            self.assertEqual(rows[mode]["values"], {"throughput_rel": 1.0, "least_rel": 0.5, "one_rel": 0.5, "two_rel": 0.5})
+            self.assertEqual(rows[mode]["interval"]["least_rel"], [0.5, 0.5])
+
+
 class Modes(unittest.TestCase):
     def command(self, name: str, job: str) -> list[str]:
         mode = collectives.mode(name, Path("."))
@@ -45,6 +87,14 @@ class Modes(unittest.TestCase):
     def test_group_has_fewer_thread_blocks_for_the_second_job_only(self) -> None:
         self.assertIn("NCCL_MAX_CTAS=4", self.command("group-ctas", "two"))
         self.assertNotIn("NCCL_MAX_CTAS=4", self.command("group-ctas", "one"))
+
+    def test_ranks_per_gpu_is_the_only_setting_of_its_mode(self) -> None:
+        command = self.command("ranks-per-gpu", "one")
+        self.assertEqual(command[command.index("--ranks-per-gpu") + 1], "2")
+        options = types.SimpleNamespace(nccl="/nccl.so", local_rank=True)
+        with mock.patch.dict("os.environ", {"LD_PRELOAD": "/gpumux.so"}, clear=True):
+            found = collectives_worker.Job.environment(types.SimpleNamespace(options=options), 3)  # type: ignore[arg-type]
+        self.assertEqual(found, {"NCCL_DEBUG": "WARN", "LD_PRELOAD": "/gpumux.so:/nccl.so", "LOCAL_RANK": "3"})
 
     def test_limits_are_of_the_triad_only(self) -> None:
         for name, limit in (("duty-30", "0.3"), ("group-15", "0.15")):
