@@ -55,7 +55,7 @@ fn pytorch_s_cache_is_given_back_and_not_copied() {
 
 #[test]
 fn pytorch_s_cache_stays_where_its_user_says_so() {
-    if let Some((what, copied)) = cache("--framework-memory leave") {
+    if let Some((what, copied)) = cache("--frameworks leave") {
         assert_eq!(what, "kept");
         assert!(copied >= 16 << 20, "{copied}");
     }

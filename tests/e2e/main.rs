@@ -33,6 +33,7 @@ mod moves;
 mod on_demand;
 mod packages;
 mod pools;
+mod ranks;
 mod recipes;
 mod recording;
 mod run;

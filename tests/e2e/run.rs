@@ -140,14 +140,15 @@ fn environment_names_tenant_and_socket_but_no_guarantee() {
 }
 
 #[test]
-fn frameworks_grow_unless_their_user_set_something() {
+fn frameworks_are_adapted_unless_their_user_set_something() {
     const JAX: &str = "XLA_PYTHON_CLIENT_PREALLOCATE";
     const TENSORFLOW: &str = "TF_FORCE_GPU_ALLOW_GROWTH";
+    const NCCL: &str = "NCCL_PROFILER_PLUGIN";
     let node = Node::start();
     let shown = |options: &str, program: &[&str], set: &[(&str, &str)]| {
         let mut run = node.gpumux(["run"]);
         run.args(options.split_whitespace()).arg("--").args(program);
-        for name in [JAX, TENSORFLOW, "XLA_CLIENT_MEM_FRACTION"] {
+        for name in [JAX, TENSORFLOW, NCCL, "XLA_CLIENT_MEM_FRACTION"] {
             run.env_remove(name);
         }
         let finished = run.envs(set.iter().copied()).run().ok();
@@ -166,16 +167,21 @@ fn frameworks_grow_unless_their_user_set_something() {
     let (given, line) = shown("", &shell, &[]);
     assert_eq!(given, texts(Some("false"), Some("true")));
     assert!(line.contains(JAX) && line.contains(TENSORFLOW), "{line}");
-    assert!(line.contains("--framework-memory leave"), "{line}");
+    assert!(line.contains("--frameworks leave"), "{line}");
+    assert!(
+        line.contains(NCCL) && line.contains("/libgpumux.so"),
+        "{line}"
+    );
     // The user's own settings stay, and are not mentioned.
     let (given, line) = shown("", &shell, &[("XLA_CLIENT_MEM_FRACTION", ".3")]);
     assert_eq!(given, texts(None, Some("true")));
     assert!(!line.contains(JAX) && line.contains(TENSORFLOW), "{line}");
-    let (given, line) = shown("", &shell, &[(JAX, "true"), (TENSORFLOW, "false")]);
+    let own = [(JAX, "true"), (TENSORFLOW, "false"), (NCCL, "none")];
+    let (given, line) = shown("", &shell, &own);
     assert_eq!(given, texts(Some("true"), Some("false")));
     assert_eq!(line, "");
     // Nothing is set where that is asked for, nor for a program that runs no Python.
-    let (given, line) = shown("--framework-memory leave", &shell, &[]);
+    let (given, line) = shown("--frameworks leave", &shell, &[]);
     assert_eq!((given, &*line), (texts(None, None), ""));
     let (given, line) = shown("", &["env"], &[]);
     assert_eq!((given, &*line), (texts(None, None), ""));

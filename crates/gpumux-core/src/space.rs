@@ -21,6 +21,7 @@
 //!   neighbours. The daemon uses it at the next start, because the percentages of MPS act only there.
 //! - [`decide`] finds which tenant joins a group at all: by what the tenant wants, whom it trusts, its class, faults and what
 //!   was measured.
+//! - [`blocks`] limits the thread blocks of a member's collectives, so that those of all members fit on a device at once.
 //!
 //! # Guarantees
 //! A guaranteed share of the device becomes a minimum of SMs ([`minimum`]): the group as a whole gets its part of the
@@ -32,11 +33,13 @@
 //! Equal claims: the member with the fewest SMs for its weight, then the first. SMs that make no whole step (4 of an H100's
 //! 132) belong to none.
 
+mod collectives;
 mod curve;
 mod divide;
 mod program;
 mod sharing;
 
+pub use collectives::{BLOCKS, Spinning, blocks};
 pub use curve::{Curve, is_point};
 pub use divide::{Claimant, Rule, STEP, divide, minimum, total};
 pub use program::{Observation, Program, throughput};

@@ -31,6 +31,8 @@ pub(crate) struct Known {
     pub(crate) name: String,
     /// NVML's index of the GPU that it is, or is a part of.
     pub(crate) gpu: u32,
+    /// Its SMs, if NVML tells.
+    pub(crate) sms: Option<u32>,
     pub(crate) memory_bytes: u64,
     /// Bytes in use, by whomever.
     pub(crate) memory_used: u64,
@@ -287,6 +289,7 @@ fn describe(
             uuid: device.uuid()?,
             name: device.name()?,
             gpu,
+            sms: sms(&device),
             // What programs can have: the driver's own total is without what NVML reports as reserved.
             memory_bytes: memory.total.saturating_sub(memory.reserved),
             memory_used: memory.used,
@@ -326,6 +329,16 @@ pub(crate) fn hardware(gpu: &Device<'_>) -> Hardware {
         pci_bus_id: gpu.pci_info().ok().and_then(|it| bus_id(&it.bus_id)),
         mig: None,
     }
+}
+
+/// The SMs of a GPU: NVML counts cores, of which an SM has 64 or 128 (CUDA C++ programming guide, "Compute Capabilities").
+fn sms(gpu: &Device<'_>) -> Option<u32> {
+    let it = gpu.cuda_compute_capability().ok()?;
+    let each = match (it.major, it.minor) {
+        (7, _) | (8, 0) => 64,
+        _ => 128,
+    };
+    Some(gpu.num_cores().ok()? / each).filter(|sms| *sms > 0)
 }
 
 /// What is measured of a whole GPU, but for its memory.

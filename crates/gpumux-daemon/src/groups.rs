@@ -792,10 +792,10 @@ impl Membership {
     }
 
     /// What a program needs to join the group, confined to so many percent of the SMs.
-    pub(crate) fn environment(&self, sm_percent: Option<u32>) -> BTreeMap<String, String> {
+    pub(crate) fn environment(&self, percent: u32) -> BTreeMap<String, String> {
         let paths = self.group.environment().into_iter();
         let paths = paths.map(|(name, path)| (name, path.display().to_string()));
-        let percent = sm_percent.map(|percent| (MPS_VARIABLES[2], percent.to_string()));
+        let percent = (percent < 100).then(|| (MPS_VARIABLES[2], percent.to_string()));
         let all = paths.chain(percent);
         all.map(|(name, value)| (name.to_owned(), value)).collect()
     }

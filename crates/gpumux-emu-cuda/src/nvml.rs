@@ -357,7 +357,10 @@ exports! { FUNCTIONS by nvml;
         major.put(it.compute_capability.0 as c_int)?;
         Ok(minor.put(it.compute_capability.1 as c_int)?)
     });
-    nvmlDeviceGetNumGpuCores(device: Handle, out: Out<c_uint>) => info(device, |it| Ok(out.put(it.sms * 128)?));
+    nvmlDeviceGetNumGpuCores(device: Handle, out: Out<c_uint>) => info(device, |it| {
+        let of_an_sm = if matches!(it.compute_capability, (7, _) | (8, 0)) { 64 } else { 128 };
+        Ok(out.put(it.sms * of_an_sm)?)
+    });
     nvmlDeviceGetPciInfo_v2(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
     nvmlDeviceGetPciInfo_v3(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
     nvmlDeviceGetMemoryInfo(device: Handle, out: Out<MemoryInfo>) => {

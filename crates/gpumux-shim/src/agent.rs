@@ -29,7 +29,7 @@ use rustix::{
 };
 
 use crate::{
-    ground::{context::within, gate, guard, lease, notice::say, own::OwnFd, wait::wait},
+    ground::{context::within, gate, guard, lease, notice::say, own::OwnFd, ranks, wait::wait},
     memory::{allocate, elastic, ipc, keep, pools, reclaim, space},
     mover::MoverThread,
     process::{Agent, Picture, Process},
@@ -151,6 +151,7 @@ struct Session {
 
 impl Session {
     fn run(mut self) {
+        ranks::check_nccl();
         let mut pause = PAUSE.0;
         let mut is_home = true;
         loop {

@@ -11,6 +11,7 @@ pub(crate) mod look;
 pub(crate) mod next;
 pub(crate) mod notice;
 pub(crate) mod own;
+pub(crate) mod ranks;
 pub(crate) mod trace;
 pub(crate) mod wait;
 pub(crate) mod wake;

@@ -9,7 +9,8 @@
 //! [`ground`] ← [`work`] (what is launched, and holding the device ahead of it) ← [`memory`] ← the threads and hooks beside this file.
 //!
 //! Rules that hold everywhere here:
-//! - nothing happens before the program touches the driver: no constructor, thread, socket or allocation;
+//! - nothing happens before the program touches the driver: no constructor, thread, socket or allocation (but for a rank's device,
+//!   where the user asks for that: [`ground::ranks`]);
 //! - the program's own call is made first and with no lock held, its result and `errno` are what it gets;
 //! - no panic crosses into the program, and no call of the program waits for the daemon (but for
 //!   those about memory, and the first group under `GPUMUX_STRICT=1`, two seconds at most);
@@ -21,6 +22,7 @@ compile_error!(
 );
 
 mod agent;
+mod collectives;
 mod exports;
 mod ground;
 mod hooks;

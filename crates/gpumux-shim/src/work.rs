@@ -54,7 +54,7 @@ use self::{
     },
 };
 use crate::ground::{
-    context::{self, current_context, is_capturing_anywhere, page, within},
+    context::{self, bits, current_context, is_capturing_anywhere, page, within},
     driver::{self, CUcontext, CUdeviceptr, CUevent, CUresult, CUstream, SUCCESS, functions},
     gate,
 };
@@ -184,6 +184,15 @@ fn counted(
         note(result);
     }
     (result, key.map(|key| (key, state)))
+}
+
+/// A collective's kernel was launched on a stream just now.
+pub(crate) fn collective_launched(stream: CUstream) {
+    let place = Key::new(stream, false).and_then(Key::find);
+    if let (Some(page), Some(place)) = (page(), place) {
+        bits(STATES[place].slots.load(Ordering::Relaxed))
+            .for_each(|slot| page.note_collective(slot));
+    }
 }
 
 /// The program gives a stream what the compute group may do, or a copy engine. If it were not counted, a neighbour with as short a

@@ -103,6 +103,37 @@ fn groups_are_announced_with_their_file_and_followed() {
 }
 
 #[test]
+fn nccl_that_refuses_several_ranks_on_a_device_is_reported() {
+    for (version, ranks, reported) in [
+        ("22809", "2", true),
+        ("23003", "2", false),
+        ("22809", "1", false),
+    ] {
+        let place = Place::new();
+        let listener = place.listen();
+        let nccl = place.dir().join("libnccl.so.2");
+        std::fs::copy(example("libfake_nccl.so"), &nccl).unwrap();
+        let preloaded = [shim(), example("libfake_rm.so"), nccl];
+        let mut command = place.command(example("tenant"));
+        command
+            .env("LD_PRELOAD", std::env::join_paths(preloaded).unwrap())
+            .env("FAKE_NCCL_VERSION", version)
+            .env("GPUMUX_RANKS_PER_GPU", ranks);
+        let mut tenant = Tenant::start(&mut command);
+        tenant.tell("open");
+        tenant.tell("context 100");
+        let _session = listener.session();
+        let (errors, _) = tenant.end();
+        let line = errors.iter().find(|it| it.contains("NCCL 2.28.9"));
+        assert_eq!(line.is_some(), reported, "{version}: {errors:?}");
+        assert!(
+            line.is_none_or(|it| it.contains("2.30.3 or newer")),
+            "{line:?}"
+        );
+    }
+}
+
+#[test]
 fn a_group_whose_library_says_nothing_is_taken_as_it_is() {
     let place = Place::new();
     let listener = place.listen();

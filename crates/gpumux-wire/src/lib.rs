@@ -25,7 +25,10 @@ mod sync {
 /// have a context and so a session. The limit itself is the daemon's.
 pub const MEMORY_LIMIT_VARIABLE: &str = "GPUMUX_MEMORY_LIMIT";
 
-/// The variable by which a program's user leaves the memory of its frameworks as it is: `leave`.
-pub const FRAMEWORK_MEMORY_VARIABLE: &str = "GPUMUX_FRAMEWORK_MEMORY";
+/// The variable that tells a job's ranks how many of them share a device.
+pub const RANKS_VARIABLE: &str = "GPUMUX_RANKS_PER_GPU";
+
+/// The variable by which a program's user leaves its frameworks as they are: `leave`.
+pub const FRAMEWORKS_VARIABLE: &str = "GPUMUX_FRAMEWORKS";
 
 pub use message::{Daemon, PROTOCOL, REVISION, Shim};

@@ -47,6 +47,11 @@ struct Layout {
     received: AtomicU64,
     /// What the program reports as done, in a unit of its own, such as tokens; 0: it reports nothing, as do older libraries.
     progress: AtomicU64,
+    /// Calls of NCCL's collectives, sends and receives, and the bytes that they send; 0 where NCCL does not report to the library.
+    collectives: AtomicU64,
+    collective_bytes: AtomicU64,
+    /// Where the last collective was submitted: the group's key, and below its 8 bits the number of pieces submitted with it; 0: none.
+    collective: AtomicU64,
     slots: [Slot; SLOTS],
     requests: Requests,
 }
@@ -240,6 +245,37 @@ impl Page {
         self.layout().progress.load(Ordering::Relaxed)
     }
 
+    /// Counts collectives, and the bytes that they send. For the page's maker.
+    pub fn add_collectives(&self, calls: u64, bytes: u64) {
+        let all = self.layout();
+        all.collectives.fetch_add(calls, Ordering::Relaxed);
+        all.collective_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// What was submitted last to the group with this key is a collective. For the page's maker.
+    pub fn note_collective(&self, key: u32) {
+        if let Some(slot) = self.slot(key) {
+            let at = u64::from(key) << 56 | slot.submitted();
+            self.layout().collective.store(at, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the last collective is not known to be done, whatever the writer put there.
+    pub fn has_collective(&self) -> bool {
+        let at = self.layout().collective.load(Ordering::Relaxed);
+        let slot = self.slot((at >> 56) as u32);
+        slot.is_some_and(|it| at << 8 >> 8 > it.completed())
+    }
+
+    /// Collectives so far, and the bytes that they send, whatever the writer put there.
+    pub fn collectives(&self) -> (u64, u64) {
+        let all = self.layout();
+        (
+            all.collectives.load(Ordering::Relaxed),
+            all.collective_bytes.load(Ordering::Relaxed),
+        )
+    }
+
     /// The times of the process's requests. Writing is for the page's maker, as for a slot.
     pub fn requests(&self) -> &Requests {
         &self.layout().requests
@@ -320,6 +356,28 @@ mod tests {
     }
 
     #[test]
+    fn a_collective_is_in_progress_until_its_piece_is_done() {
+        let (writer, file) = Page::create().unwrap();
+        let reader = Page::open(&file).unwrap();
+        let slot = writer.slot(3).unwrap();
+        writer.note_collective(3);
+        assert!(!reader.has_collective(), "nothing was submitted");
+        slot.submit();
+        writer.note_collective(3);
+        assert!(reader.has_collective());
+        slot.submit();
+        slot.complete(1);
+        assert!(!reader.has_collective(), "what follows is another kernel");
+        writer.note_collective(3);
+        assert!(reader.has_collective());
+        slot.complete(2);
+        assert!(!reader.has_collective());
+        let lie = &writer.layout().collective;
+        lie.store(u64::MAX, Ordering::Relaxed);
+        assert!(!reader.has_collective(), "no such group");
+    }
+
+    #[test]
     fn the_reader_sees_when_work_came_after_a_pause() {
         let (writer, file) = Page::create().unwrap();
         let reader = Page::open(&file).unwrap();
@@ -345,15 +403,19 @@ mod tests {
     }
 
     #[test]
-    fn progress_is_read_and_lies_where_older_pages_have_nothing() {
+    fn later_counts_lie_where_older_pages_have_nothing() {
         let (writer, file) = Page::create().unwrap();
         let reader = Page::open(&file).unwrap();
         assert_eq!(reader.progress(), 0);
         writer.add_progress(40);
         writer.add_progress(2);
         assert_eq!(reader.progress(), 42);
+        writer.add_collectives(1, 1000);
+        writer.add_collectives(1, 24);
+        assert_eq!(reader.collectives(), (2, 1024));
         // Between the words of older layouts and the slots, whose place has not changed.
         assert_eq!(std::mem::offset_of!(Layout, progress), 40);
+        assert_eq!(std::mem::offset_of!(Layout, collective), 64);
         assert_eq!(std::mem::offset_of!(Layout, slots), 128);
         assert_eq!(size_of::<Slot>(), 128);
     }

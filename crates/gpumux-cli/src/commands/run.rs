@@ -10,7 +10,7 @@ use std::{
     fs::File,
     io::Read,
     os::unix::net::UnixStream,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
@@ -23,7 +23,7 @@ use gpumux_daemon::{
     client::ClientError,
     paths,
 };
-use gpumux_wire::{MEMORY_LIMIT_VARIABLE, keeper};
+use gpumux_wire::{FRAMEWORKS_VARIABLE, MEMORY_LIMIT_VARIABLE, RANKS_VARIABLE, keeper};
 
 use super::{
     become_program, client, notice,
@@ -32,7 +32,7 @@ use super::{
 };
 use crate::{
     background, elf, fingerprint,
-    frameworks::{self, FrameworkMemory},
+    frameworks::{self, Frameworks},
     keeper::Keeper,
     libraries,
     logs::{self, Log},
@@ -59,6 +59,7 @@ Examples:
   gpumux run -d -- python train.py    in the background: see `gpumux logs train`
   gpumux run --strict -- ./job        refuse to run unmanaged
   gpumux run --trust team --class batch -- python train.py     beside others of team, at the same time
+  gpumux run --trust team --ranks-per-gpu 2 -- torchrun --nproc-per-node 4 train.py     4 ranks on 2 GPUs
   gpumux run --trust team --restart on-collateral --keep-memory -- python train.py
 
 The program and all that it starts are one tenant. If no daemon runs, one is started in the \
@@ -77,8 +78,10 @@ CUDA_MPS_LOG_DIRECTORY, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit 
 --memory-limit GPUMUX_MEMORY_LIMIT, by which programs see it before they use the device; with --keep-memory \
 GPUMUX_KEEPER; with --gpu \
 CUDA_VISIBLE_DEVICES and, where these are numbers, CUDA_DEVICE_ORDER=PCI_BUS_ID. For Python, its launchers \
-and scripts also XLA_PYTHON_CLIENT_PREALLOCATE=false (JAX) and TF_FORCE_GPU_ALLOW_GROWTH=true \
-(TensorFlow), unless one of their settings of memory is set; one line names what was set.";
+and scripts also XLA_PYTHON_CLIENT_PREALLOCATE=false (JAX), TF_FORCE_GPU_ALLOW_GROWTH=true (TensorFlow) and \
+NCCL_PROFILER_PLUGIN (libgpumux.so); in a group NCCL_MAX_CTAS, if others leave less than NCCL's own; with --ranks-per-gpu \
+GPUMUX_RANKS_PER_GPU, CUDA_VISIBLE_DEVICES, NCCL_MAX_CTAS, NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL_NVLS_ENABLE=0. What the user has set for the same stays; \
+one line names what was set.";
 
 /// Run a program as a tenant
 #[derive(clap::Args)]
@@ -113,9 +116,12 @@ pub(crate) struct Args {
     /// With --restart on-collateral: keep the device memory that the program names (`gpumux.kept`), so that it goes on with it when it runs again
     #[arg(long)]
     keep_memory: bool,
-    /// Whether JAX and TensorFlow take memory as they need it, where no variable of theirs is set for that
+    /// Ranks of a job that share each GPU, where torchrun is to start more than there are GPUs: each has one of these and a part of its SMs and memory. Needs --trust and NCCL 2.30.3 or newer
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8), requires = "trust")]
+    ranks_per_gpu: u32,
+    /// Whether settings of JAX, TensorFlow and NCCL are set by which programs share a GPU well, where the user has set none
     #[arg(long, value_enum, default_value_t)]
-    framework_memory: FrameworkMemory,
+    frameworks: Frameworks,
     /// Do not run the program unmanaged: without daemon it does not start
     #[arg(long)]
     strict: bool,
@@ -156,8 +162,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let mut program = Command::new(name);
     program.args(words).env_remove(DETACHED);
-    let tenant = match enter(&args, change, &mut program) {
-        Ok(tenant) => tenant,
+    let (tenant, shim) = match enter(&args, change, &mut program) {
+        Ok(entered) => entered,
         Err(Failure::Refused(error)) => return Err(error.into()),
         Err(Failure::Unmanaged(error)) if args.strict || args.detach => {
             let flag = if args.strict { "--strict" } else { "--detach" };
@@ -169,12 +175,24 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             return Ok(become_program(program));
         }
     };
-    let grows = args.framework_memory == FrameworkMemory::Grow
-        && (names::may_run_python(&args.command) || elf::is_script(name));
-    if args.framework_memory == FrameworkMemory::Leave {
-        program.env(gpumux_wire::FRAMEWORK_MEMORY_VARIABLE, "leave");
+    if args.ranks_per_gpu > 1 && tenant.placement.way == Way::Time {
+        bail!(
+            "{} ranks on each GPU must run at the same time, in the group of a trust domain, but {} gets a context of its own: {}",
+            args.ranks_per_gpu,
+            tenant.name,
+            tenant.placement.reason
+        );
     }
-    let frameworks = grows.then(|| frameworks::set(&mut program)).flatten();
+    let frameworks = match args.frameworks {
+        Frameworks::Adapt => {
+            let python = names::may_run_python(&args.command) || elf::is_script(name);
+            frameworks::set(&mut program, python, &shim, &tenant.placement)
+        }
+        Frameworks::Leave => {
+            program.env(FRAMEWORKS_VARIABLE, "leave");
+            None
+        }
+    };
     for line in notes(&args, &tenant).into_iter().chain(frameworks) {
         eprintln!("gpumux: {line}");
     }
@@ -281,8 +299,12 @@ pub(super) enum Failure {
     Unmanaged(anyhow::Error),
 }
 
-/// Makes the tenant and puts what its processes need into the program's environment.
-fn enter(args: &Args, change: SpecChange, program: &mut Command) -> Result<Created, Failure> {
+/// Makes the tenant and puts what its processes need into the program's environment. Also the library that is preloaded.
+fn enter(
+    args: &Args,
+    change: SpecChange,
+    program: &mut Command,
+) -> Result<(Created, PathBuf), Failure> {
     let shim = libraries::find(libraries::SHIM).map_err(Failure::Unmanaged)?;
     let tenant = create(args, change)?;
     if args.gpu.iter().any(|gpu| gpu == "all") {
@@ -292,7 +314,10 @@ fn enter(args: &Args, change: SpecChange, program: &mut Command) -> Result<Creat
     if args.strict {
         program.env("GPUMUX_STRICT", "1");
     }
-    Ok(tenant)
+    if args.ranks_per_gpu > 1 {
+        program.env(RANKS_VARIABLE, args.ranks_per_gpu.to_string());
+    }
+    Ok((tenant, shim))
 }
 
 /// Puts what a tenant's processes need into a program's environment.
@@ -312,6 +337,7 @@ pub(super) fn equip(program: &mut Command, tenant: Created, shim: &Path) {
     program
         // Of a tenant that starts another one.
         .env_remove(MEMORY_LIMIT_VARIABLE)
+        .env_remove(RANKS_VARIABLE)
         .env_remove(keeper::VARIABLE)
         .envs(tenant.environment)
         .env("LD_PRELOAD", libraries::first("LD_PRELOAD", shim))
@@ -355,7 +381,15 @@ fn create(args: &Args, spec: SpecChange) -> Result<Created, Failure> {
         log: log.map(|folder| folder.display().to_string()),
         spec,
         trust: args.trust.clone(),
-        sharing: args.sharing,
+        sharing: match args.ranks_per_gpu > 1 && args.sharing == Sharing::Auto {
+            true => Sharing::Space,
+            false => args.sharing,
+        },
+        // Daemons before this field refuse it.
+        ranks_per_gpu: Some(args.ranks_per_gpu).filter(|it| *it > 1).unwrap_or(0),
+        max_ctas: env::var("NCCL_MAX_CTAS")
+            .ok()
+            .and_then(|it| it.parse().ok()),
         utility: args.utility.clone(),
         fingerprint: args.fingerprint.clone().or(own),
         devices: args.gpu.clone(),

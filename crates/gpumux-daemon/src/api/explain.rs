@@ -317,6 +317,7 @@ fn why(
             );
         }
     }
+    parts.extend(collectives(tenant));
     parts.extend(place(&tenant.placement));
     parts.extend(hindered(tenant, all));
     parts.extend(fault(&tenant.name, faults));
@@ -449,6 +450,30 @@ fn turns(tenant: &Tenant, all: &[Tenant]) -> String {
     )
 }
 
+/// What its ranks exchange, if they do.
+fn collectives(tenant: &Tenant) -> Option<String> {
+    let all = Some(tenant.collectives).filter(|it| it.calls > 0)?;
+    let busy_us = tenant.domains.iter().map(|it| it.runnable_us).max();
+    let rate = busy_us.filter(|us| *us > 0).map(|us| {
+        let second = all.bytes as f64 / us as f64 * 1e6;
+        format!(", {} in each second with work", Size(second as u64))
+    });
+    let now = match all.in_progress {
+        true => "one is in progress",
+        false => "none is in progress",
+    };
+    let most = tenant.placement.max_ctas.map(|blocks| {
+        format!(" In the group each of its processes has at most {blocks} thread blocks for one, unless it sets another number itself.")
+    });
+    Some(format!(
+        "Its ranks sent {} in {} collectives{}; {now}.{}",
+        Size(all.bytes),
+        all.calls,
+        rate.unwrap_or_default(),
+        most.unwrap_or_default()
+    ))
+}
+
 /// Time or space, and why, where there was a choice.
 fn place(placement: &Placement) -> Option<String> {
     if *placement == Placement::default() {
@@ -458,7 +483,9 @@ fn place(placement: &Placement) -> Option<String> {
         way,
         reason,
         trust,
-        sm_percent,
+        sm_percent: _,
+        ranks_per_gpu,
+        max_ctas: _,
         curve,
         fingerprint,
     } = placement;
@@ -470,16 +497,22 @@ fn place(placement: &Placement) -> Option<String> {
         }
         _ => String::new(),
     };
-    let confined = match sm_percent {
-        None => String::new(),
-        Some(percent) => {
+    let ranks = match ranks_per_gpu {
+        0 => String::new(),
+        ranks => format!(
+            " {ranks} of its ranks share each GPU, and are each shown an equal part of its memory there."
+        ),
+    };
+    let confined = match placement.percent_of_each() {
+        100 => String::new(),
+        percent => {
             format!(" Each of its processes has at most {percent}% of the SMs{by} until it ends.")
         }
     };
     Some(match way {
         Way::Time => format!("It shares in time, in a context of its own ({reason})."),
         Way::Space => format!(
-            "It shares the SMs of the group {trust} ({reason}), where a fault of one ends all.{confined}"
+            "It shares the SMs of the group {trust} ({reason}), where a fault of one ends all.{ranks}{confined}"
         ),
     })
 }

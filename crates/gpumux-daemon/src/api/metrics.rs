@@ -121,6 +121,9 @@ metrics! {
         Gauge "gpumux_tenant_processes" "" "Connected processes." |t| t.pids.len() as f64;
         Counter "gpumux_tenant_progress" "" "What the program reported as done with gpumux_progress, in its own unit, such as tokens."
             |t| t.progress as f64;
+        Counter "gpumux_tenant_collectives" "" "Calls of NCCL's collectives, sends and receives." |t| t.collectives.calls as f64;
+        Counter "gpumux_tenant_collectives_sent" "bytes" "Bytes that the tenant's ranks sent in them." |t| t.collectives.bytes as f64;
+        Gauge "gpumux_tenant_collective_in_progress" "" "Whether a collective is not known to be done." |t| f64::from(t.collectives.in_progress);
         Counter "gpumux_tenant_hints" "" "Reservations of a device ahead of work." |t| t.hints.given as f64;
         Counter "gpumux_tenant_useful_hints" "" "Reservations that work found in place." |t| t.hints.useful as f64;
         Counter "gpumux_tenant_wasted_hints" "" "Reservations that ended before work came." |t| t.hints.wasted as f64;

@@ -42,6 +42,7 @@ impl From<TenantError> for Refused {
             | TenantError::BadTrust(_)
             | TenantError::BadFingerprint(_)
             | TenantError::BadPercent(_)
+            | TenantError::TooManyRanks(_)
             | TenantError::BadCurve
             | TenantError::BadToken
             | TenantError::BadSignal(_)

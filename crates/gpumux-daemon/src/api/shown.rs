@@ -6,7 +6,7 @@ use gpumux_core::{TenantId, broker::Line, ledger::Entry};
 
 use super::{
     state::{Facts, state},
-    types::{self, DeviceMemory, MemoryShare},
+    types::{self, CollectiveFigures, DeviceMemory, MemoryShare},
 };
 use crate::{scheduler::View, tenants::Tenant};
 
@@ -60,6 +60,11 @@ pub(super) fn show(tenant: Tenant, view: &View) -> types::Tenant {
         placement: tenant.placement,
         work: counted.map_or(0, |all| all.work),
         progress: counted.map_or(0, |all| all.progress),
+        collectives: counted.map_or_else(Default::default, |all| CollectiveFigures {
+            calls: all.collectives.calls,
+            bytes: all.collectives.bytes,
+            in_progress: all.collectives.in_progress,
+        }),
         hints: counted.map(|all| all.hints.into()).unwrap_or_default(),
         requests: counted
             .map(|all| (&all.requests).into())

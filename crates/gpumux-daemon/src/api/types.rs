@@ -331,6 +331,13 @@ pub struct NewTenant {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 100)]
     pub sm_percent: Option<u32>,
+    /// Processes of it that share each device as ranks of one job; 0 and 1: it has no such. Only in a group.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    #[schema(maximum = 8)]
+    pub ranks_per_gpu: u32,
+    /// `NCCL_MAX_CTAS`, where its user has set it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_ctas: Option<u32>,
     /// Its command line, for people; cut to 1000 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub command: Option<String>,
@@ -372,6 +379,10 @@ pub struct Created {
     pub remembered: Option<SpecChange>,
 }
 
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
+
 /// How a tenant shares devices, decided at its start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Placement {
@@ -383,9 +394,15 @@ pub struct Placement {
     /// Its trust domain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trust: Option<String>,
-    /// Percentage of the SMs that each of its processes is confined to, if it is.
+    /// Percentage of the SMs that each of its processes is confined to, if it is. Ranks that share a device have equal parts of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sm_percent: Option<u32>,
+    /// Ranks that share each device; 0: one process has it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub ranks_per_gpu: u32,
+    /// Thread blocks that a collective of each of its processes may have (`NCCL_MAX_CTAS`), where the SMs of its devices are known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_ctas: Option<u32>,
     /// Where the curve is from by which SMs were divided for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub curve: Option<CurveFrom>,
@@ -442,9 +459,23 @@ impl Default for Placement {
             reason: "names no trust domain".into(),
             trust: None,
             sm_percent: None,
+            ranks_per_gpu: 0,
+            max_ctas: None,
             curve: None,
             fingerprint: None,
         }
+    }
+}
+
+impl Placement {
+    /// Processes of it that share each device.
+    pub fn processes(&self) -> u32 {
+        self.ranks_per_gpu.max(1)
+    }
+
+    /// Percentage of the SMs that each of them is confined to; 100: to none.
+    pub fn percent_of_each(&self) -> u32 {
+        (self.sm_percent.unwrap_or(100) / self.processes()).max(1)
     }
 }
 
@@ -510,6 +541,9 @@ pub struct Tenant {
     /// What its processes reported as done (`gpumux_progress`), in a unit of their own, such as tokens; 0: they report nothing.
     #[serde(default)]
     pub progress: u64,
+    /// Collectives of its processes, by NCCL's profiler.
+    #[serde(default)]
+    pub collectives: CollectiveFigures,
     /// How its processes took devices before their work arrived.
     pub hints: HintFigures,
     /// The requests that its processes marked.
@@ -572,6 +606,18 @@ impl Tenant {
         };
         all.iter().filter(hinders).map(|it| &*it.name).collect()
     }
+}
+
+/// Collectives of a tenant, sends and receives included. All 0 where NCCL does not report to gpumux's library; those that captured graphs run
+/// are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CollectiveFigures {
+    /// Calls.
+    pub calls: u64,
+    /// Bytes that its ranks on this machine sent in them.
+    pub bytes: u64,
+    /// Whether one is not known to be done.
+    pub in_progress: bool,
 }
 
 /// Moves of a tenant's memory between devices and the host, since the daemon's first message of the tenant.

@@ -30,6 +30,8 @@ pub(super) struct Admission {
     reserve: Reserve,
     /// The numbers of the devices that NVML has reported.
     pub(super) numbers: Numbers,
+    /// Their SMs, where NVML tells.
+    pub(super) sms: BTreeMap<String, u32>,
     /// Processes that are not controlled, by device.
     pub(super) foreign: BTreeMap<String, Foreigners>,
 }
@@ -39,6 +41,7 @@ impl Admission {
         Self {
             reserve,
             numbers: Numbers::new(),
+            sms: BTreeMap::new(),
             foreign: BTreeMap::new(),
         }
     }

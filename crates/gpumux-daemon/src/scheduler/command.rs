@@ -39,6 +39,8 @@ pub(crate) enum Command {
     KnowDevices(Vec<Known>, Answer<()>),
     /// The numbers of the devices that NVML has reported.
     Numbers(Answer<Numbers>),
+    /// The fewest SMs of one of these devices, or, if none are named, of any, where that is known.
+    Sms(Vec<String>, Answer<Option<u32>>),
     /// All that there is, for people and metrics.
     View(Answer<View>),
     /// What happened on every device in the last so much time, as far as it is remembered.
@@ -170,6 +172,11 @@ impl Command {
                 send(answer, ());
             }
             Self::Numbers(answer) => send(answer, engine.admission.numbers.clone()),
+            Self::Sms(devices, answer) => {
+                let all = engine.admission.sms.iter();
+                let of = all.filter(|it| devices.is_empty() || devices.contains(it.0));
+                send(answer, of.map(|it| *it.1).min());
+            }
             Self::View(answer) => send(answer, engine.view()),
             Self::History(time, answer) => send(answer, engine.history(time)),
             Self::ReportTo(failures, happenings, answer) => {

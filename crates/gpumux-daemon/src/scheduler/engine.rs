@@ -501,7 +501,7 @@ impl Engine {
             && self.state.tenants.contains_key(&met.tenant)
         {
             let ended = self.ended.entry(met.tenant).or_default();
-            *ended = met.counted().plus(ended);
+            *ended = met.counted().ended().plus(ended);
         }
         self.remove(session, None, alive);
         let process = ProcessId(session.0);

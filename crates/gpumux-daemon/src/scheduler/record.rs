@@ -138,15 +138,49 @@ pub(crate) struct Counted {
     pub(crate) work: u64,
     /// What the processes reported as done; 0: they report nothing.
     pub(crate) progress: u64,
+    pub(crate) collectives: Collectives,
     pub(crate) hints: HintCounts,
     pub(crate) requests: RequestTimes,
+}
+
+/// Collectives of a tenant's processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Collectives {
+    pub(crate) calls: u64,
+    pub(crate) bytes: u64,
+    /// One is not known to be done.
+    pub(crate) in_progress: bool,
+}
+
+impl Collectives {
+    fn plus(self, other: Self) -> Self {
+        Self {
+            calls: self.calls.saturating_add(other.calls),
+            bytes: self.bytes.saturating_add(other.bytes),
+            in_progress: self.in_progress || other.in_progress,
+        }
+    }
+
+    fn since(self, before: Self) -> Self {
+        Self {
+            calls: self.calls.saturating_sub(before.calls),
+            bytes: self.bytes.saturating_sub(before.bytes),
+            in_progress: self.in_progress,
+        }
+    }
 }
 
 impl Counted {
     /// One process's counts.
     pub(super) fn of(page: &Page) -> Self {
         let slots = (0..SLOTS as u32).filter_map(|slot| page.slot(slot));
+        let (calls, bytes) = page.collectives();
         Self {
+            collectives: Collectives {
+                calls,
+                bytes,
+                in_progress: page.has_collective(),
+            },
             work: slots.clone().map(Slot::submitted).max().unwrap_or(0),
             progress: page.progress(),
             hints: slots
@@ -160,15 +194,23 @@ impl Counted {
         Self {
             work: self.work.saturating_add(other.work),
             progress: self.progress.saturating_add(other.progress),
+            collectives: self.collectives.plus(other.collectives),
             hints: self.hints.plus(other.hints),
             requests: self.requests.plus(&other.requests),
         }
+    }
+
+    /// The counts of a process that is gone.
+    pub(super) fn ended(mut self) -> Self {
+        self.collectives.in_progress = false;
+        self
     }
 
     pub(super) fn since(self, before: &Self) -> Self {
         Self {
             work: self.work.saturating_sub(before.work),
             progress: self.progress.saturating_sub(before.progress),
+            collectives: self.collectives.since(before.collectives),
             hints: self.hints.since(before.hints),
             requests: self.requests.since(&before.requests),
         }

@@ -31,6 +31,7 @@ impl Engine {
             // What is still used is asked for again at the next look.
             if self.state.forget_device(&uuid) {
                 self.admission.numbers.remove(&uuid);
+                self.admission.sms.remove(&uuid);
                 self.admission.foreign.remove(&uuid);
                 self.memory_event(Event::DeviceGone(uuid));
             }
@@ -42,6 +43,8 @@ impl Engine {
                 used: known.memory_used,
             });
             self.admission.numbers.insert(known.uuid.clone(), known.gpu);
+            let sms = known.sms.map(|sms| (known.uuid.clone(), sms));
+            self.admission.sms.extend(sms);
             let foreign = self
                 .admission
                 .foreign

@@ -133,7 +133,9 @@ impl Tenants {
         let numbers = self.scheduler.ask(Command::Numbers).await?;
         let declared = self.users.declared(&policy, &new);
         let (asked, visible) = (&new.devices, new.visible.as_deref());
-        let selection = selection::select(asked, &declared.gpu, visible, &numbers)?;
+        // A rank finds its own among them.
+        let listed = new.ranks_per_gpu > 1;
+        let selection = selection::select(asked, &declared.gpu, visible, &numbers, listed)?;
         let known =
             (new.fingerprint.as_deref()).and_then(|name| self.programs.find(peer.uid, name));
         let utility = placement::utility(&new, known.as_ref());
@@ -146,6 +148,9 @@ impl Tenants {
             }),
             known: known.as_ref(),
             utility: &utility,
+            sms: (self.scheduler)
+                .ask(|answer| Command::Sms(selection.devices.clone(), answer))
+                .await?,
         };
         // A request whose answer was lost is made again: its first tenant was this process's.
         for token in new.leaves.iter().chain(&new.token) {
@@ -211,7 +216,7 @@ impl Tenants {
         };
         let token = new.token.unwrap_or_else(secret);
         let mut environment = match &membership {
-            Some(membership) => membership.environment(placement.sm_percent),
+            Some(membership) => membership.environment(placement.percent_of_each()),
             None => BTreeMap::new(),
         };
         // A container has numbers of its own.

@@ -22,6 +22,8 @@ use crate::{
 
 /// Most devices that one tenant can be confined to: all that a machine can have, and some.
 pub(super) const MAX_CONFINED: usize = 64;
+/// Most ranks of a job that share a device.
+pub(super) const MAX_RANKS: u32 = 8;
 /// Points of a curve.
 const MAX_POINTS: usize = 100;
 
@@ -87,6 +89,8 @@ pub(crate) enum TenantError {
     BadFingerprint(String),
     #[error("{0}% is no part of the SMs: use 1 to 100")]
     BadPercent(u32),
+    #[error("{0} ranks on each GPU are more than fit: ask for at most {MAX_RANKS}")]
+    TooManyRanks(u32),
     #[error(
         "that is no curve: use up to {MAX_POINTS} points of 1 to 100 percent and a throughput, 0 or 1e-6 to 1e15"
     )]
@@ -312,6 +316,9 @@ pub(super) fn check(new: &NewTenant, uid: u32) -> Result<(), TenantError> {
     check_fingerprint(new.fingerprint.as_deref())?;
     if let Some(percent) = new.sm_percent.filter(|it| !(1..=100).contains(it)) {
         return Err(TenantError::BadPercent(percent));
+    }
+    if new.ranks_per_gpu > MAX_RANKS {
+        return Err(TenantError::TooManyRanks(new.ranks_per_gpu));
     }
     match new.utility.is_empty() {
         true => Ok(()),

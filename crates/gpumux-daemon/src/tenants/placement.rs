@@ -19,6 +19,8 @@ pub(super) struct Wish<'a> {
     pub(super) key: Option<Key>,
     pub(super) known: Option<&'a Program>,
     pub(super) utility: &'a (Vec<(u32, f64)>, Option<CurveFrom>),
+    /// The fewest SMs of a device that it may use, if known.
+    pub(super) sms: Option<u32>,
 }
 
 impl Wish<'_> {
@@ -108,7 +110,25 @@ pub(super) fn place(
     let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
     all.push((spec, &own));
     (placement.sm_percent, placement.curve) = confine(wish.new.sm_percent, &all, *from);
+    placement.ranks_per_gpu = Some(wish.new.ranks_per_gpu)
+        .filter(|it| *it > 1)
+        .unwrap_or(0);
+    placement.max_ctas = wish.new.max_ctas.or_else(|| {
+        let others = room.members.iter().map(|it| spins(&it.placement));
+        let (percent, processes) = (placement.percent_of_each(), placement.processes());
+        let others: Vec<_> = others.collect();
+        Some(space::blocks(wish.sms?, &others, percent, processes))
+    });
     (placement, Some(membership))
+}
+
+/// What the collectives of a member take. Nothing is known of one without a limit: it has NCCL's own.
+fn spins(member: &Placement) -> space::Spinning {
+    space::Spinning {
+        percent: member.percent_of_each(),
+        processes: member.processes(),
+        blocks: member.max_ctas.unwrap_or(space::BLOCKS),
+    }
 }
 
 /// What was measured of a program beside as many others as are in a group now, of whom it would have its share by weight in

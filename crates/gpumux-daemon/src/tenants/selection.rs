@@ -21,14 +21,23 @@ pub(super) struct Selection {
     pub(super) environment: BTreeMap<String, String>,
 }
 
-/// What was `asked` for it comes first, then what was `declared` for its name, then what its processes find `visible`.
+/// What was `asked` for it comes first, then what was `declared` for its name, then what its processes find `visible`. `listed`: the
+/// environment must name all of them.
 pub(super) fn select(
     asked: &[String],
     declared: &[String],
     visible: Option<&str>,
     numbers: &Numbers,
+    listed: bool,
 ) -> Result<Selection, TenantError> {
     let named = if asked.is_empty() { declared } else { asked };
+    let all = named.iter().any(|name| name == "all") || (named.is_empty() && visible.is_none());
+    let every = if all && listed {
+        every(numbers)
+    } else {
+        Vec::new()
+    };
+    let named = if every.is_empty() { named } else { &every };
     if named.len() > MAX_CONFINED {
         return Err(TenantError::TooManyDevices(named.len()));
     }
@@ -82,6 +91,13 @@ pub(super) fn select(
     Ok(selection)
 }
 
+/// The UUIDs of all devices, by their numbers.
+fn every(numbers: &Numbers) -> Vec<String> {
+    let mut all: Vec<(&String, &u32)> = numbers.iter().collect();
+    all.sort_by_key(|(_, number)| **number);
+    all.into_iter().map(|(uuid, _)| uuid.clone()).collect()
+}
+
 /// The UUID of the device of this name: a number, a UUID, or how a UUID begins.
 pub(crate) fn resolve(name: &str, numbers: &Numbers) -> Result<String, TenantError> {
     let known = || {
@@ -133,7 +149,13 @@ mod tests {
     }
 
     fn devices(asked: &[&str], declared: &[&str], visible: Option<&str>) -> Vec<String> {
-        let found = select(&strings(asked), &strings(declared), visible, &numbers());
+        let found = select(
+            &strings(asked),
+            &strings(declared),
+            visible,
+            &numbers(),
+            false,
+        );
         found.unwrap().devices
     }
 
@@ -154,12 +176,12 @@ mod tests {
         );
         assert_eq!(devices(&["MIG-y"], &[], None), ["MIG-y"]);
         for wrong in ["3", "GPU-", "2", "GPU 0", "", "-1"] {
-            let error = select(&strings(&[wrong]), &[], None, &numbers()).unwrap_err();
+            let error = select(&strings(&[wrong]), &[], None, &numbers(), false).unwrap_err();
             let error = error.to_string();
             assert!(error.contains(&format!("`{wrong}`")), "{error}");
             assert!(error.contains("0 (GPU-ab-0)"), "{error}");
         }
-        let unknown = select(&strings(&["GPU-7"]), &[], None, &Numbers::new()).unwrap();
+        let unknown = select(&strings(&["GPU-7"]), &[], None, &Numbers::new(), false).unwrap();
         assert_eq!(unknown.devices, ["GPU-7"]);
     }
 
@@ -178,7 +200,7 @@ mod tests {
     #[test]
     fn programs_get_numbers_where_these_name_gpus() {
         let environment = |asked: &[&str], visible| {
-            let found = select(&strings(asked), &[], visible, &numbers());
+            let found = select(&strings(asked), &[], visible, &numbers(), false);
             let found = found.unwrap().environment;
             let of = |name: &str| found.get(name).cloned().unwrap_or_default();
             [of("CUDA_VISIBLE_DEVICES"), of("CUDA_DEVICE_ORDER")]
@@ -188,5 +210,23 @@ mod tests {
         // What the user has set stays.
         assert_eq!(environment(&[], Some("1")), ["", "PCI_BUS_ID"]);
         assert_eq!(environment(&[], Some("GPU-aa")), ["", ""]);
+    }
+    #[test]
+    fn ranks_find_all_devices_in_a_list() {
+        let gpus: Numbers = [("GPU-b", 0), ("GPU-a", 1)]
+            .map(|(uuid, number)| (uuid.to_owned(), number))
+            .into();
+        for (asked, visible, expected) in [
+            (vec![], None, Some("0,1")),
+            (vec!["all"], Some("1"), Some("0,1")),
+            (vec!["1"], None, Some("1")),
+            (vec![], Some("1"), None),
+        ] {
+            let found = select(&strings(&asked), &[], visible, &gpus, true).unwrap();
+            let list = found.environment.get("CUDA_VISIBLE_DEVICES");
+            assert_eq!(list.map(String::as_str), expected, "{asked:?} {visible:?}");
+        }
+        let none = select(&[], &[], None, &Numbers::new(), true).unwrap();
+        assert_eq!(none, Selection::default(), "nothing is known");
     }
 }

@@ -23,17 +23,19 @@ static PAGE: AtomicPtr<Page> = AtomicPtr::new(ptr::null_mut());
 /// a capture.
 static CAPTURES: AtomicUsize = AtomicUsize::new(0);
 
-/// Progress that the program reported before there was a page.
-static EARLY: Early = Early(AtomicU64::new(0));
+/// What was counted before there was a page.
+static EARLY: Early = Early([const { AtomicU64::new(0) }; 3]);
 
-/// Units that wait for a page.
-struct Early(AtomicU64);
+/// Counts that wait for a page: progress that the program reported, collectives, and the bytes that they send.
+struct Early([AtomicU64; 3]);
 
 impl Early {
-    /// Adds units to the page, or keeps them for it.
-    fn add<'a>(&self, units: u64, page: impl FnOnce() -> Option<&'a Page>) {
-        self.0.fetch_add(units, Ordering::Relaxed);
-        // Either this sees the page, or `set_page` sees the units.
+    /// Adds to the page's counts, or keeps that for it.
+    fn add<'a>(&self, counts: [u64; 3], page: impl FnOnce() -> Option<&'a Page>) {
+        for (count, more) in self.0.iter().zip(counts).filter(|it| it.1 > 0) {
+            count.fetch_add(more, Ordering::Relaxed);
+        }
+        // Either this sees the page, or `set_page` sees the counts.
         fence(Ordering::SeqCst);
         if let Some(page) = page() {
             self.move_to(page);
@@ -41,13 +43,24 @@ impl Early {
     }
 
     fn move_to(&self, page: &Page) {
-        page.add_progress(self.0.swap(0, Ordering::Relaxed));
+        let [progress, calls, bytes] = self.take();
+        page.add_progress(progress);
+        page.add_collectives(calls, bytes);
+    }
+
+    fn take(&self) -> [u64; 3] {
+        std::array::from_fn(|at| self.0[at].swap(0, Ordering::Relaxed))
     }
 }
 
 /// The program reports so many units of its own as done.
 pub(crate) fn add_progress(units: u64) {
-    EARLY.add(units, page);
+    EARLY.add([units, 0, 0], page);
+}
+
+/// A collective that sends so many bytes was called.
+pub(crate) fn add_collective(bytes: u64) {
+    EARLY.add([0, 1, bytes], page);
 }
 
 /// From now on work is counted in this page.
@@ -59,7 +72,7 @@ pub(crate) fn set_page(page: &'static Page) {
 
 /// Work is counted no longer. Whether it was.
 pub(crate) fn take_page() -> bool {
-    EARLY.0.store(0, Ordering::Relaxed);
+    EARLY.take();
     !PAGE.swap(ptr::null_mut(), Ordering::AcqRel).is_null()
 }
 
@@ -143,13 +156,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn progress_before_there_is_a_page_is_not_lost() {
-        let (early, page) = (Early(AtomicU64::new(0)), Page::create().unwrap().0);
-        early.add(40, || None);
-        early.add(1, || None);
-        assert_eq!(page.progress(), 0);
+    fn counts_before_there_is_a_page_are_not_lost() {
+        let early = Early([const { AtomicU64::new(0) }; 3]);
+        let page = Page::create().unwrap().0;
+        early.add([40, 0, 0], || None);
+        early.add([1, 1, 100], || None);
+        assert_eq!((page.progress(), page.collectives()), (0, (0, 0)));
         early.move_to(&page);
-        early.add(1, || Some(&page));
-        assert_eq!(page.progress(), 42);
+        early.add([1, 1, 28], || Some(&page));
+        assert_eq!((page.progress(), page.collectives()), (42, (2, 128)));
     }
 }

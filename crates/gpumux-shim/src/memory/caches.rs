@@ -1,7 +1,7 @@
 //! PyTorch's cache, which is given back when others need memory, without the program's doing.
 //!
 //! Where this process is a Python program, its main thread is asked, when it needs more memory, to register a function as
-//! a program itself could ([`crate::memory::reclaim`]); `caches.py` does nothing where PyTorch is not imported. `--framework-memory leave` of `gpumux run`
+//! a program itself could ([`crate::memory::reclaim`]); `caches.py` does nothing where PyTorch is not imported. `--frameworks leave` of `gpumux run`
 //! leaves caches alone.
 
 use std::{
@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
-use gpumux_wire::FRAMEWORK_MEMORY_VARIABLE;
+use gpumux_wire::FRAMEWORKS_VARIABLE;
 
 use crate::ground::next;
 
@@ -74,7 +74,7 @@ pub(crate) fn look() {
 }
 
 fn left_alone() -> bool {
-    std::env::var_os(FRAMEWORK_MEMORY_VARIABLE).is_some_and(|value| value == "leave")
+    std::env::var_os(FRAMEWORKS_VARIABLE).is_some_and(|value| value == "leave")
 }
 
 /// Runs in the interpreter's main thread, between two steps of the program.

@@ -13,6 +13,7 @@ use crate::{
         driver::{self, CUresult, SUCCESS},
         gate, guard, lease,
         look::look,
+        ranks::part,
     },
     memory::{
         physical,
@@ -57,7 +58,7 @@ pub(crate) fn view_anywhere(uuid: &str, total: u64) -> Option<(u64, u64)> {
     let seen = (!off()).then(|| view_of(uuid, total)).flatten();
     let (free, all) = seen.or_else(|| look(uuid, total))?;
     let all = all.min(total);
-    (all != 0).then_some((free.min(all), all))
+    (all != 0).then_some((part(free.min(all)), part(all)))
 }
 
 /// `cuMemGetInfo`
@@ -77,7 +78,7 @@ pub(crate) unsafe fn info(
         for (place, value) in [(free, left), (total, all)] {
             if !place.is_null() {
                 // SAFETY: the driver has just written there.
-                unsafe { *place = value as usize };
+                unsafe { *place = part(value) as usize };
             }
         }
     }
@@ -129,7 +130,7 @@ pub(crate) unsafe fn total(
         && let Some(all) = capacity(device)
     {
         // SAFETY: the driver has just written there.
-        unsafe { *bytes = (*bytes).min(all as usize) };
+        unsafe { *bytes = (*bytes).min(part(all) as usize) };
     }
     result
 }

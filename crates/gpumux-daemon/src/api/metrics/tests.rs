@@ -97,6 +97,11 @@ pub(crate) fn example() -> Scrape {
             placement: Default::default(),
             work: 0,
             progress: 700,
+            collectives: CollectiveFigures {
+                calls: 3,
+                bytes: 4096,
+                in_progress: true,
+            },
             hints: HintFigures {
                 given: 4,
                 useful: 3,
@@ -238,6 +243,9 @@ fn metrics_keep_the_rules_of_openmetrics() {
         r#"gpumux_scheduler_step_seconds_bucket{le="0.1"} 4"#,
         r#"gpumux_scheduler_step_seconds_bucket{le="+Inf"} 5"#,
         r#"gpumux_tenant_progress_total{tenant="web"} 700"#,
+        r#"gpumux_tenant_collectives_total{tenant="web"} 3"#,
+        r#"gpumux_tenant_collectives_sent_bytes_total{tenant="web"} 4096"#,
+        r#"gpumux_tenant_collective_in_progress{tenant="web"} 1"#,
         r#"gpumux_tenant_useful_hints_total{tenant="web"} 3"#,
         r#"gpumux_tenant_hint_held_seconds_total{tenant="web"} 0.00025"#,
         r#"gpumux_tenant_request_seconds_bucket{le="0.000064",tenant="web"} 2"#,

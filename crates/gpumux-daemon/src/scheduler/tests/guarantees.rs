@@ -30,6 +30,7 @@ fn guarantee_that_does_not_fit_changes_nothing() {
     bench.engine.know_devices([crate::devices::Known {
         uuid: "GPU-1".to_owned(),
         gpu: 1,
+        sms: None,
         name: String::new(),
         memory_bytes: 80 << 30,
         memory_used: 0,
@@ -95,6 +96,7 @@ fn confined_tenants_are_guaranteed_per_device() {
     let known = |uuid: &str| crate::devices::Known {
         uuid: uuid.to_owned(),
         gpu: 0,
+        sms: None,
         name: String::new(),
         memory_bytes: 80 * GIB,
         memory_used: 0,

@@ -232,7 +232,8 @@ fn map(
     }
     for location in &places {
         let result = gate::through(|| vmm::set_access(at, head.whole as usize, *location));
-        if result != SUCCESS {
+        // Its own device may be none that this process sees (`CUDA_VISIBLE_DEVICES`).
+        if result != SUCCESS && location.id == device {
             return Err(MAP_FAILED);
         }
     }
