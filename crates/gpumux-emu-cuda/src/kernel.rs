@@ -15,8 +15,8 @@ use crate::{
 /// Threads that an SM holds, and blocks, on Hopper.
 const SM_THREADS: u64 = 2048;
 const SM_BLOCKS: u64 = 32;
-/// Threads per SM that it takes to use all of the memory's bandwidth.
-const SATURATING: u64 = 512;
+/// Threads per SM that it takes to use all of the memory's bandwidth, where all SMs have as many.
+const SATURATING: u64 = SM_THREADS / 4;
 
 /// A kernel with its arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +52,10 @@ pub(crate) enum Kernel {
         value: u32,
         n: u64,
         out: u64,
+    },
+    Read {
+        n: u64,
+        times: u32,
     },
     Trap,
     /// Words at `page`: released and finished (32 bits), began and held (64).
@@ -112,6 +116,7 @@ pub(crate) fn is_known(name: &str) -> bool {
         "gpumux_rounds_u32",
         "gpumux_sum_u32",
         "gpumux_sweep_u32",
+        "gpumux_read_u32",
         "gpumux_trap",
         "gpumux_hold",
     ]
@@ -159,6 +164,10 @@ impl Kernel {
                 let (at, value, n, out) = (long(0)?, short(1)?, long(2)?, long(3)?);
                 (Self::Sweep { at, value, n, out }, 4)
             }
+            "gpumux_read_u32" => {
+                let (n, times) = (long(1)?, short(2)?);
+                (Self::Read { n, times }, 4)
+            }
             "gpumux_trap" => (Self::Trap, 0),
             "gpumux_hold" => {
                 let (page, ticket, last) = (long(0)?, short(1)?, short(2)? != 0);
@@ -188,10 +197,14 @@ impl Kernel {
         let busiest = shape.blocks.div_ceil(sms).min(together);
         let occupied = shape.blocks.min(together * sms) * shape.threads;
         let clock = u64::from(device.clock_khz).max(1);
-        let moving = |bytes: u64| {
+        let moving = |bytes: u64, times: u32| {
             let part = (occupied as f64 / (sms * SATURATING) as f64).min(1.0);
             let rate = device.memory_bandwidth as f64 * part;
-            (bytes as f64 * 1e9 / rate) as u64
+            let once = (bytes as f64 * 1e9 / rate) as u64;
+            Work::Moving {
+                sms: width,
+                duration: once.saturating_mul(times.into()),
+            }
         };
         let duration = match self {
             Self::Spin { ns } => ns.saturating_mul(waves),
@@ -201,11 +214,10 @@ impl Kernel {
                 let cycles = f64::max(8.0, 2.75 * warps) * f64::from(*iterations);
                 (cycles * waves as f64 * 1e6 / clock as f64) as u64
             }
-            Self::Fill { n, .. } | Self::Sum { n, .. } => moving(n.saturating_mul(4)),
-            Self::Add { n, .. } | Self::Sweep { n, .. } => moving(n.saturating_mul(8)),
-            Self::Rounds { n, rounds, .. } => {
-                moving(n.saturating_mul(8)).saturating_mul((*rounds).into())
-            }
+            Self::Fill { n, .. } | Self::Sum { n, .. } => return moving(n.saturating_mul(4), 1),
+            Self::Read { n, times } => return moving(n.saturating_mul(4), *times),
+            Self::Add { n, .. } | Self::Sweep { n, .. } => return moving(n.saturating_mul(8), 1),
+            Self::Rounds { n, rounds, .. } => return moving(n.saturating_mul(8), *rounds),
             Self::Trap => 1000,
             // The last one ends with the first: they have one deadline.
             Self::Hold { last: true, .. } => return Work::Hold { timeout: 1 },
@@ -220,7 +232,7 @@ impl Kernel {
     /// How many steps its effect has.
     pub(crate) fn steps(&self) -> u64 {
         match self {
-            Self::Spin { .. } | Self::Work { .. } => 0,
+            Self::Spin { .. } | Self::Work { .. } | Self::Read { .. } => 0,
             Self::Trap | Self::Hold { .. } => 1,
             Self::Fill { n, .. }
             | Self::Add { n, .. }
@@ -233,7 +245,7 @@ impl Kernel {
     /// Does the steps from one to before another.
     pub(crate) fn run(&self, from: u64, to: u64) -> Result {
         match *self {
-            Self::Spin { .. } | Self::Work { .. } => Ok(()),
+            Self::Spin { .. } | Self::Work { .. } | Self::Read { .. } => Ok(()),
             Self::Trap => Err(CuError::LAUNCH_FAILED),
             Self::Hold {
                 page,

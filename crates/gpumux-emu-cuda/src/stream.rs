@@ -299,7 +299,7 @@ pub(crate) fn set(
         return Err(CuError::INVALID_VALUE);
     }
     let info = &context.device.info;
-    let work = Work::Kernel {
+    let work = Work::Moving {
         sms: info.sms,
         duration: (bytes as f64 * 1e9 / info.memory_bandwidth as f64) as u64,
     };

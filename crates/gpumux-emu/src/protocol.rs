@@ -300,6 +300,13 @@ pub enum Work {
         /// ns with all of them.
         duration: u64,
     },
+    /// A kernel that waits for memory, as [`gpumux_sim::gpu::Work::Moving`].
+    Moving {
+        /// SMs that it can use.
+        sms: u32,
+        /// ns with all of them and all of the memory's bandwidth.
+        duration: u64,
+    },
     /// A copy.
     Copy {
         /// Bytes.

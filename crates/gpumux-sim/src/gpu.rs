@@ -351,7 +351,7 @@ impl Gpu {
                 .filter(|ready| ready.work == work && ready.open);
             for ready in open {
                 let done = ready.total - ready.left;
-                ready.total = length.saturating_mul(ready.width.into()).max(done + 1);
+                ready.total = length.saturating_mul(ready.useful.into()).max(done + 1);
                 ready.left = ready.total - done;
                 ready.open = false;
             }
@@ -403,7 +403,7 @@ impl Gpu {
             .find(|it| it.work == work)
             .map(|it| match it.open {
                 true => Nanos::MAX,
-                false => it.left / u64::from(it.width.max(1)),
+                false => it.left / u64::from(it.useful.max(1)),
             }))
     }
 
@@ -487,7 +487,7 @@ impl Gpu {
                 return;
             };
             let (width, duration) = match head.work {
-                Work::Kernel { sms, duration } => {
+                Work::Kernel { sms, duration } | Work::Moving { sms, duration } => {
                     (sms, duration.saturating_add(self.hardware.kernel_overhead))
                 }
                 Work::Hold { .. } if head.released => {
@@ -530,13 +530,21 @@ impl Gpu {
                 Engine::HostToDevice | Engine::DeviceToHost => 1,
             };
             let width = width.clamp(1, capacity.max(1));
-            let total = duration.max(1).saturating_mul(width.into());
+            let moving = matches!(head.work, Work::Moving { .. });
+            let useful = match moving {
+                true => width.min(self.hardware.saturating()),
+                false => width,
+            };
+            let total = duration.max(1).saturating_mul(useful.into());
             group.ready.push(Ready {
                 work: head.id,
                 stream: id,
                 partition: stream.partition,
                 width,
+                useful,
                 sms: 0,
+                pace: 0,
+                moving,
                 total,
                 left: total,
                 hold: matches!(head.work, Work::Hold { .. }),

