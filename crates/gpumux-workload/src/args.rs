@@ -18,6 +18,7 @@ use crate::{gate::Gate, report::Report};
   gpumux workload latency --rate 200 --poisson --graph --json
   gpumux workload batch --kernel-us 10000 --in-flight 2 --memory 1GiB
   gpumux workload batch --kernel-us 10000 --calibrate
+  gpumux workload batch --read 16 --memory 256MiB
   gpumux workload check --memory 256MiB --seconds 2
   gpumux workload sweep --memory 64MiB --passes 3 --churn 4MiB
 
@@ -198,6 +199,9 @@ pub struct Batch {
     /// Kernels submitted and not yet done, at most
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub in_flight: u32,
+    /// Read all of --memory so often with each kernel, instead of computing
+    #[arg(long, value_name = "TIMES", requires = "memory", conflicts_with_all = ["kernel_us", "iterations", "blocks", "threads", "calibrate"])]
+    pub read: Option<u32>,
     /// Undo what gpumux sets for the program's channel groups: what a hostile tenant can do. Under `gpumux run` only
     #[arg(long, value_enum, value_delimiter = ',')]
     pub tamper: Vec<Tamper>,

@@ -12,6 +12,7 @@
 //! | `gpumux_rounds_u32` | `u64 ptr, u64 n, u32 rounds` | adds 1 to every element, round by round |
 //! | `gpumux_sum_u32` | `u64 ptr, u64 n, u64 out` | adds the sum of all elements to the `u64` at `out` |
 //! | `gpumux_sweep_u32` | `u64 ptr, u32 value, u64 n, u64 out` | counts the elements that are not [`swept`] of their index and `value` at the `u64` at `out`; all become that of `value + 1` |
+//! | `gpumux_read_u32` | `u64 ptr, u64 n, u32 times, u64 out` | reads every element so many times, as fast as the memory can |
 //! | `gpumux_pointers` | eight `u64` | nothing, for measuring launches; interpreted by the emulated device |
 //! | `gpumux_trap` | | faults the context |
 //!
@@ -64,6 +65,7 @@ pub struct Gpu {
     rounds: Function,
     sum: Function,
     sweep: Function,
+    read: Function,
     pointers: Function,
     trap: Function,
     scratch: DeviceBuffer,
@@ -98,6 +100,7 @@ impl Gpu {
             rounds: module.function("gpumux_rounds_u32")?,
             sum: module.function("gpumux_sum_u32")?,
             sweep: module.function("gpumux_sweep_u32")?,
+            read: module.function("gpumux_read_u32")?,
             pointers: module.function("gpumux_pointers")?,
             trap: module.function("gpumux_trap")?,
             scratch: DeviceBuffer::new(context, 256)?,
@@ -180,6 +183,16 @@ impl Gpu {
         let (address, n) = elements(buffer);
         let out = Arg::U64(wrong.address());
         self.launch_all(&self.sweep, &[address, Arg::U32(value), n, out])
+    }
+
+    /// Launches `gpumux_read_u32` over the whole buffer.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn read(&self, buffer: &DeviceBuffer, times: u32) -> Result<()> {
+        let (address, n) = elements(buffer);
+        let out = Arg::U64(self.scratch.address());
+        self.launch_all(&self.read, &[address, n, Arg::U32(times), out])
     }
 
     /// Launches `gpumux_trap`: the context is of no use afterwards.
@@ -292,6 +305,7 @@ mod tests {
             "gpumux_rounds_u32(.param .u64 ptr, .param .u64 n, .param .u32 rounds)",
             "gpumux_sum_u32(.param .u64 ptr, .param .u64 n, .param .u64 out)",
             "gpumux_sweep_u32(.param .u64 ptr, .param .u32 value, .param .u64 n, .param .u64 out)",
+            "gpumux_read_u32(.param .u64 ptr, .param .u64 n, .param .u32 times, .param .u64 out)",
             "gpumux_pointers(\n    .param .u64 a, .param .u64 b, .param .u64 c, .param .u64 d,\n",
             "gpumux_trap()",
         ] {
@@ -300,7 +314,7 @@ mod tests {
                 "{entry}"
             );
         }
-        assert_eq!(text.matches(".entry").count(), 9);
+        assert_eq!(text.matches(".entry").count(), 10);
         assert!(text.contains(".version 7.0\n.target sm_70\n"));
     }
 }

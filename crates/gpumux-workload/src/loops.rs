@@ -237,19 +237,36 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
 pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
     let undone = tamper::begin(&args.tamper, args.tamper_every_us)?;
     let gpu = Gpu::open(args.common.device)?;
-    let kernel = args.work.prepare(&gpu, gpu.shape(2, 1024), 10_000)?;
+    let kernel = match args.read {
+        Some(_) => None,
+        None => Some(args.work.prepare(&gpu, gpu.shape(2, 1024), 10_000)?),
+    };
     let mut report = args.common.report("batch", &gpu.name);
-    report.iterations = Some(kernel.iterations);
-    report.kernel_us = kernel.us;
+    report.iterations = kernel.as_ref().map(|it| it.iterations);
+    report.kernel_us = kernel.as_ref().and_then(|it| it.us);
     if args.work.calibrate {
         return Ok(report);
     }
 
-    let _held = hold_memory(&gpu, &args.common, None)?;
+    let memory = match kernel {
+        Some(_) => hold_memory(&gpu, &args.common, None)?,
+        // What is only read needs no contents.
+        None => (args.common.memory)
+            .map(|bytes| DeviceBuffer::new(&gpu.context, bytes))
+            .transpose()?,
+    };
+    let read = memory.as_ref().zip(args.read);
+    let launch = || match (&kernel, read) {
+        (Some(kernel), _) => gpu.work(kernel.shape, kernel.iterations),
+        (None, Some((memory, times))) => gpu.read(memory, times),
+        (None, None) => Ok(()),
+    };
     let mut idle = (0..args.in_flight)
         .map(|_| Event::new(&gpu.context, args.work.wait.into()))
         .collect::<Result<Vec<_>>>()?;
-    gpu.work(kernel.shape, 1)?;
+    if let Some(kernel) = &kernel {
+        gpu.work(kernel.shape, 1)?;
+    }
     gpu.stream.synchronize()?;
     args.common.gate.ready()?;
     if !args.common.gate.wait(stop)? {
@@ -264,7 +281,7 @@ pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
     while Instant::now() < end.deadline && times.count() < end.calls && !stopped(stop) {
         let step = (|| {
             while let Some(event) = idle.pop() {
-                gpu.work(kernel.shape, kernel.iterations)?;
+                launch()?;
                 event.record(&gpu.stream)?;
                 in_flight.push_back(event);
             }
