@@ -14,13 +14,15 @@
 //!   all minima, always to the one with the best claim to the next step. What "best" means is the
 //!   [`Rule`]: for `utility` the largest weighted gain on the hull. Gains on a hull only fall, so this water-filling reaches
 //!   the largest sum that the hulls allow; it misses the best sum on the curves as measured by at most the distance between hull and
-//!   curve where it stops.
+//!   curve where it stops. With contention it is no more than a good guess.
 //! - What was never measured goes on like the last step that was: a program is presumed to scale until it was seen not to.
 //!   With no measurement at all the members are alike, and the division is that by weight.
-//! - [`Program`] is what was learnt of a program over its runs: throughput at every percentage of the SMs at which it ran, and beside
-//!   neighbours. The daemon uses it at the next start, because the percentages of MPS act only there.
+//! - Members share the memory's bandwidth, whatever SMs they have. Two numbers of each program, its [`Bandwidth`], say what that costs;
+//!   what is best is decided on the rates with that.
+//! - [`Program`] is what was learnt of a program over its runs: throughput at every percentage of the SMs at which it ran, and its
+//!   bandwidth. The daemon uses it at the next start, because the percentages of MPS act only there.
 //! - [`decide`] finds which tenant joins a group at all: by what the tenant wants, whom it trusts, its class, faults and what
-//!   was measured.
+//!   is predicted ([`predict`]).
 //! - [`blocks`] limits the thread blocks of a member's collectives, so that those of all members fit on a device at once.
 //!
 //! # Guarantees
@@ -33,17 +35,19 @@
 //! Equal claims: the member with the fewest SMs for its weight, then the first. SMs that make no whole step (4 of an H100's
 //! 132) belong to none.
 
+mod bandwidth;
 mod collectives;
 mod curve;
 mod divide;
 mod program;
 mod sharing;
 
+pub use bandwidth::{Bandwidth, BesideProbe};
 pub use collectives::{BLOCKS, Spinning, blocks};
 pub use curve::{Curve, is_point};
-pub use divide::{Claimant, Rule, STEP, divide, minimum, total};
+pub use divide::{Claimant, Rule, STEP, divide, minimum, rates, total};
 pub use program::{Observation, Program, throughput};
 pub use sharing::{
-    Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide, hinders,
-    percentage, percentages,
+    Applicant, Decision, Member, ParseSharingError, Prediction, Sharing, Way, combine, decide,
+    hinders, percentage, percentages, predict,
 };

@@ -1,5 +1,5 @@
-//! What is known of programs: scaling profiles and what neighbours cost them, by user and fingerprint. Measured on
-//! purpose (`gpumux profile`), and learnt from every run.
+//! What is known of programs: scaling profiles and what they need of the memory's bandwidth, by user and fingerprint. Measured on
+//! purpose (`gpumux profile`); profiles are learnt from every run, too.
 //!
 //! The measure of throughput is what a program reports as done per second (`gpumux_progress`: tokens, samples), else how much
 //! work (kernels, graphs) it gives to its device. A process can run ahead of its device by a queue's length only, so over seconds
@@ -89,7 +89,7 @@ impl Programs {
             fingerprint: fingerprint.clone(),
             uid: *uid,
             curve: known.program.curve().points().collect(),
-            beside: known.program.beside().collect(),
+            bandwidth: known.program.bandwidth(),
             profiled: known.profiled,
             reported: known.reported,
             learnt: known.learnt,
@@ -101,9 +101,7 @@ impl Programs {
     pub(crate) fn teach(&self, uid: u32, fingerprint: &str, curve: &types::NewCurve) {
         let mut table = self.table();
         let known = table.entry(uid, fingerprint);
-        // What neighbours cost it was measured against the old one.
-        known.program = Program::default();
-        known.program.set_curve(curve.curve.iter().copied());
+        known.program = Program::measured(curve.curve.iter().copied(), curve.bandwidth);
         (known.profiled, known.reported) = (true, curve.reported);
         self.writer.changed();
     }
@@ -192,6 +190,8 @@ pub(crate) fn read_state(bytes: &[u8], sealed: bool) {
 
 #[cfg(test)]
 mod tests {
+    use gpumux_core::space::Bandwidth;
+
     use super::*;
 
     fn programs(dir: &tempfile::TempDir) -> Programs {
@@ -202,17 +202,17 @@ mod tests {
         types::NewCurve {
             curve: points.to_vec(),
             reported: false,
+            bandwidth: None,
         }
     }
 
-    fn seen(work: u64, beside: u32) -> Observation {
+    fn seen(work: u64) -> Observation {
         Observation {
             seconds: 1.0,
             waited: 0.0,
             busy: 1.0,
             work,
             percent: 100,
-            beside,
         }
     }
 
@@ -239,12 +239,19 @@ mod tests {
     async fn what_was_taught_and_learnt_is_known_to_the_next_daemon() {
         let dir = tempfile::tempdir().unwrap();
         let first = programs(&dir);
-        first.teach(1000, "train", &curve(&[(25, 500.0), (100, 1000.0)]));
-        first.learn(1000, "train", &seen(400, 1), false);
+        let bandwidth = Some(Bandwidth {
+            demand: 0.25,
+            sensitivity: 0.5,
+        });
+        let profile = types::NewCurve {
+            bandwidth,
+            ..curve(&[(25, 500.0), (100, 1000.0)])
+        };
+        first.teach(1000, "train", &profile);
         // What is seen of runs leaves a curve that was measured on purpose alone.
-        first.learn(1000, "train", &seen(9000, 0), false);
-        first.learn(1000, "serve", &seen(100, 0), false);
-        first.learn(1000, "rests", &seen(1, 0), false);
+        first.learn(1000, "train", &seen(9000), false);
+        first.learn(1000, "serve", &seen(100), false);
+        first.learn(1000, "rests", &seen(1), false);
         first.save().await.unwrap();
         let next = programs(&dir);
         let list = next.list();
@@ -252,7 +259,7 @@ mod tests {
         let names: Vec<_> = list.iter().map(|it| &*it.fingerprint).collect();
         assert_eq!(names, ["serve", "train"]);
         assert_eq!(list[1].curve, [(25, 500.0), (100, 1000.0)]);
-        assert_eq!(list[1].beside, [(1, 0.4)]);
+        assert_eq!(list[1].bandwidth, bandwidth);
         assert_eq!((list[0].profiled, list[1].profiled), (false, true));
         assert!(next.find(1000, "train").unwrap().utility().is_some());
         assert!(next.find(1001, "train").is_none(), "it is another user's");
@@ -263,24 +270,24 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let programs = programs(&dir);
         let rate = || programs.list()[0].curve[0].1;
-        programs.learn(1000, "serve", &seen(9000, 0), false);
+        programs.learn(1000, "serve", &seen(9000), false);
         assert_eq!((rate(), programs.list()[0].reported), (9000.0, false));
-        programs.learn(1000, "serve", &seen(500, 0), true);
+        programs.learn(1000, "serve", &seen(500), true);
         // Its next start has work before it reports.
-        programs.learn(1000, "serve", &seen(9000, 0), false);
+        programs.learn(1000, "serve", &seen(9000), false);
         assert_eq!((rate(), programs.list()[0].reported), (500.0, true));
-        // Neighbours are compared with a profile only in its unit.
+        // A profile stays in its unit.
         for unit in [false, true] {
             let profile = types::NewCurve {
                 reported: unit,
                 ..curve(&[(25, 100.0), (100, 1000.0)])
             };
             programs.teach(1000, "serve", &profile);
-            programs.learn(1000, "serve", &seen(700, 1), !unit);
-            assert_eq!(programs.list()[0].beside, []);
-            programs.learn(1000, "serve", &seen(500, 1), unit);
-            assert_eq!(programs.list()[0].beside, [(1, 0.5)]);
-            assert_eq!(programs.list()[0].curve, profile.curve);
+            for reported in [false, true] {
+                programs.learn(1000, "serve", &seen(700), reported);
+            }
+            let kept = &programs.list()[0];
+            assert_eq!((&kept.curve, kept.reported), (&profile.curve, unit));
         }
     }
 

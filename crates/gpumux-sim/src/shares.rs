@@ -2,7 +2,7 @@
 //! known of its scenario, as of a profile that was measured before.
 
 use gpumux_core::TenantSpec;
-use gpumux_core::space::{Claimant, Curve, Rule, STEP, divide, minimum};
+use gpumux_core::space::{Bandwidth, Claimant, Curve, Rule, STEP, divide, minimum};
 
 use crate::gpu::{Gpu, PartitionId, StreamId};
 use crate::scenario::Work;
@@ -71,6 +71,7 @@ impl Shares {
             min: part(member.spec.guaranteed),
             max: part(member.spec.limit),
             curve: &member.curve,
+            bandwidth: Bandwidth::default(),
         });
         self.divided = divide(self.rule, &claims.collect::<Vec<_>>(), whole, STEP);
         for (at, member) in self.members.iter().enumerate() {

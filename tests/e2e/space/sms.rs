@@ -165,43 +165,36 @@ fn a_program_that_ends_before_it_was_measured_is_no_profile() {
 }
 
 #[test]
-fn program_that_loses_more_in_its_group_starts_outside() {
+fn programs_that_want_all_bandwidth_share_time() {
     let node = Node::start();
-    // One kernel after the other, each of which waits until the neighbour's long ones leave SMs.
-    let program =
-        "gpumux workload batch --iterations 120000 --blocks 66 --in-flight 1 --seconds 600";
-    let start = |options: &str| {
-        let options = format!("--fingerprint short {options}");
-        member(&node, "short", &options, program)
-    };
-    let learnt = |what: &str, so: &dyn Fn(&Value) -> bool| {
-        wait_for(what, PATIENCE, || known(&node, "short").filter(so))
-    };
-    let ended = || {
-        wait_for("its end", PATIENCE, || {
-            node.find_tenant("short").is_none().then_some(())
-        });
-    };
-    let first = start("");
-    learnt("its speed alone", &|it| it["curve"][0][0] == 100);
-    let _long = member(&node, "long", "", LOAD);
-    let known = learnt("its speed beside another", &|it| it["beside"][0][0] == 1);
-    println!("{known:#}");
-    drop(first);
-    ended();
-    let again = start("");
-    let placement = node.wait_tenant("short", has_domain)["placement"].clone();
-    let reason = placement["reason"].as_str().unwrap();
+    let reads = "gpumux workload batch --read 400 --memory 64MiB --seconds 600";
+    let options = "--fingerprint reads";
+    let profile = profile(&node, options, reads);
+    let needs = |profile: &Value, what: &str| profile["bandwidth"][what].as_f64().unwrap();
+    for what in ["demand", "sensitivity"] {
+        assert!((needs(&profile, what) - 1.0).abs() < 0.3, "{profile:#}");
+    }
+    let computes = self::profile(&node, "--fingerprint computes", LARGE);
+    for what in ["demand", "sensitivity"] {
+        assert!(needs(&computes, what) < 0.3, "{computes:#}");
+    }
+    let table = node.gpumux(["profile", "--list"]).run().ok().out;
+    assert!(table.contains("DEMAND"), "{table}");
+
+    let placement = |name: &str| node.wait_tenant(name, has_domain)["placement"].clone();
+    let _first = member(&node, "first", options, reads);
+    assert_eq!(placement("first")["way"], "space");
+    let second = member(&node, "second", options, reads);
+    let of_second = placement("second");
+    let reason = of_second["reason"].as_str().unwrap();
+    assert_eq!(of_second["way"], "time", "{of_second:#}");
     assert!(
-        reason.contains("of its speed alone in the group"),
+        reason.contains("of one program alone in the group"),
         "{reason}"
     );
-    if !real() {
-        assert_eq!(placement["way"], "time", "{placement:#}");
-    }
-    drop(again);
-    ended();
-    let _asked = start("--sharing space");
-    let placement = node.wait_tenant("short", has_domain)["placement"].clone();
-    assert_eq!(placement["way"], "space", "{placement:#}");
+    drop(second);
+    let _other = member(&node, "other", "--fingerprint computes", LARGE);
+    assert_eq!(placement("other")["way"], "space");
+    let _asked = member(&node, "asked", &format!("{options} --sharing space"), reads);
+    assert_eq!(placement("asked")["way"], "space");
 }

@@ -2,10 +2,9 @@
 
 use std::{
     ffi::OsString,
-    io,
     os::unix::process::CommandExt,
     path::Path,
-    process::{Child, Command, ExitCode, ExitStatus, Stdio},
+    process::{Child, Command, ExitCode, Stdio},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -16,7 +15,7 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use gpumux_core::{
     Class,
-    space::{Sharing, Way, throughput},
+    space::{Bandwidth, BesideProbe, Curve, Sharing, Way, throughput},
 };
 use gpumux_daemon::{
     api::types::{NewCurve, NewTenant, Program, SpecChange},
@@ -40,14 +39,15 @@ Examples:
   gpumux profile --forget train
 
 The program runs once for every point, alone in a group, confined to so many percent of the SMs, and is ended \
-(SIGTERM) when it was measured. Throughput is what it reports as done (gpumux_progress: tokens, samples), else the work (kernels, graphs) \
+(SIGTERM) when it was measured. A last run is beside the probe, a program of gpumux's that takes all of the memory's bandwidth. It measures how much \
+of the bandwidth the program takes from others (demand), and how much time it loses without it (sensitivity). Throughput is what it reports as done (gpumux_progress: tokens, samples), else the work (kernels, graphs) \
 that it gives to the device, per second in which no other tenant kept it waiting. Its standard output is discarded.
 
-The daemon keeps the curve by the program's fingerprint: `gpumux run --trust NAME` of the same program divides the SMs of its \
-group by it, as with --utility. A fingerprint is made from the executable and the arguments, where the first that is a file counts with its whole path; \
+The daemon keeps all that by the program's fingerprint: `gpumux run --trust NAME` of the same program shares in space where that is predicted to gain, \
+and divides the SMs of its group by the profiles of its members, as with --utility. A fingerprint is made from the executable and the arguments, where the first that is a file counts with its whole path; \
 with --fingerprint it is any name.";
 
-/// Measure a program's scaling profile: its throughput by SM share
+/// Measure a program's scaling profile: its throughput by SM share, and what it needs of the memory's bandwidth
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -91,6 +91,10 @@ const END: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(20);
 /// Parts of a measurement that are compared with each other.
 const PARTS: u32 = 4;
+/// Percentage of the SMs with which the probe takes all of the bandwidth. The program has the rest.
+const PROBE: u32 = 30;
+/// How long the probe warms up.
+const PROBE_WARMUP: Duration = Duration::from_secs(1);
 
 /// What was measured.
 #[derive(Debug, Serialize)]
@@ -101,6 +105,7 @@ struct Profile {
     utility: String,
     /// Whether rates are of progress that the program reports; else of pieces of work.
     reported: bool,
+    bandwidth: Option<Bandwidth>,
     /// Whether the daemon keeps it.
     kept: bool,
 }
@@ -168,7 +173,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             spread,
         });
     }
-    let profile = profile(args, points, unit.unwrap_or(false))?;
+    let curve = Curve::of_percents(points.iter().map(|it| (it.percent, it.rate)));
+    // The points took long: what fails now does not make them useless.
+    let bandwidth = beside_probe(args, curve.rate(100), &stop).inspect_err(|error| {
+        eprintln!("what it needs of the memory's bandwidth is not known: {error:#}");
+    });
+    ensure!(!stop.load(Ordering::Acquire), "interrupted");
+    let profile = profile(args, points, unit.unwrap_or(false), bandwidth.ok())?;
     match args.json {
         true => output::json(&profile)?,
         false => output::print(&shown(&profile))?,
@@ -177,7 +188,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Puts the points in relation and has the daemon keep them.
-fn profile(args: &Args, mut points: Vec<Point>, reported: bool) -> anyhow::Result<Profile> {
+fn profile(
+    args: &Args,
+    mut points: Vec<Point>,
+    reported: bool,
+    bandwidth: Option<Bandwidth>,
+) -> anyhow::Result<Profile> {
     let most = points.last().map_or(0.0, |point| point.rate);
     ensure!(most > 0.0, "the program gave no work to the device");
     for point in &mut points {
@@ -189,6 +205,7 @@ fn profile(args: &Args, mut points: Vec<Point>, reported: bool) -> anyhow::Resul
         let curve = NewCurve {
             curve: curve.collect(),
             reported,
+            bandwidth,
         };
         client::block(async |client| client.teach(&fingerprint, &curve).await)?;
     }
@@ -198,100 +215,27 @@ fn profile(args: &Args, mut points: Vec<Point>, reported: bool) -> anyhow::Resul
         fingerprint,
         points,
         reported,
+        bandwidth,
         kept: !args.dry_run,
     })
 }
 
 /// Throughput at so many percent of the SMs, how much it differed, and whether it is of reported progress.
 fn measure(args: &Args, percent: u32, stop: &AtomicBool) -> anyhow::Result<(f64, f64, bool)> {
-    let shim = libraries::find(libraries::SHIM)?;
-    let program = Path::new(&args.command[0]).file_name().unwrap_or_default();
-    let tenant = NewTenant {
-        name: (args.name.as_ref()).map(|name| format!("{name}-{percent}")),
-        program: Some(program.to_string_lossy().into_owned()),
-        spec: SpecChange {
-            // What others have to do comes first: waiting for them does not count.
-            class: Some(Class::Batch),
-            ..SpecChange::default()
-        },
-        // Each point in a group of its own: what is ended in the middle of its work may leave a server in a bad state.
-        trust: Some(format!("profile-{}-{percent}", std::process::id())),
-        sharing: Sharing::Space,
-        sm_percent: Some(percent),
-        visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
-        ..NewTenant::default()
-    };
-    let tenant = run::make(tenant).map_err(|failure| match failure {
-        Failure::Refused(error) => error.into(),
-        Failure::Unmanaged(error) => error,
-    })?;
-    let name = tenant.name.clone();
-    let placement = client::block(async |client| client.tenant(&name).await)?.placement;
-    ensure!(
-        placement.way == Way::Space,
-        "shares of SMs need a group, and there is none: {}",
-        placement.reason
-    );
-    let mut command = Command::new(&args.command[0]);
-    command
-        .args(&args.command[1..])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .process_group(0);
-    run::equip(&mut command, tenant, &shim);
-    let child = command.spawn().with_context(|| {
-        let program = args.command[0].to_string_lossy();
-        format!("cannot run {program}")
-    })?;
-    let mut running = Running(child);
-    let measured = watch(args, &name, &mut running, stop);
-    running.end();
-    let forgotten = forget(&name);
-    let measured = measured?;
-    forgotten.map(|()| measured)
-}
-
-fn watch(
-    args: &Args,
-    name: &str,
-    running: &mut Running,
-    stop: &AtomicBool,
-) -> anyhow::Result<(f64, f64, bool)> {
-    let mut pause = |time: Duration| -> anyhow::Result<()> {
-        let begun = Instant::now();
-        loop {
-            ensure!(!stop.load(Ordering::Acquire), "interrupted");
-            if let Some(status) = running.ended()? {
-                bail!(
-                    "the program ended before it was measured ({status}): let it run longer, or use a shorter --warmup \
-                     and --seconds"
-                );
-            }
-            match time.checked_sub(begun.elapsed()) {
-                Some(left) if !left.is_zero() => std::thread::sleep(left.min(LOOK)),
-                _ => return Ok(()),
-            }
-        }
-    };
-    let begun = Instant::now();
-    while look(name)?.work == 0 {
-        ensure!(
-            begun.elapsed() < START,
-            "the program has had no work for the device after {} s",
-            START.as_secs()
-        );
-        pause(LOOK)?;
-    }
-    pause(args.warmup)?;
-    let first = look(name)?;
+    // Each point in a group of its own: what is ended in the middle of its work may leave a server in a bad state.
+    let trust = format!("profile-{}-{percent}", std::process::id());
+    let mut running = Running::start(&args.command, args.name.as_deref(), &trust, percent)?;
+    running.warm_up(args.warmup, stop)?;
+    let first = look(&running.name)?;
     let (mut last, mut rates) = (first, Vec::new());
     for _ in 0..PARTS {
-        pause(args.seconds / PARTS)?;
-        let next = look(name)?;
+        running.pause(args.seconds / PARTS, stop)?;
+        let next = look(&running.name)?;
         // One that was kept waiting all the time says nothing.
         rates.extend(rate(last, next).ok());
         last = next;
     }
+    running.end_and_forget()?;
     let rate = rate(first, last)?;
     let most = rates.iter().copied().fold(0.0, f64::max);
     let least = rates
@@ -305,6 +249,58 @@ fn watch(
         0.0
     };
     Ok((rate, spread, first.progress > 0))
+}
+
+/// What the program needs of the memory's bandwidth, when `whole` is its throughput with all SMs: it and the probe run in one
+/// group, and each is measured alone, too.
+fn beside_probe(args: &Args, whole: f64, stop: &AtomicBool) -> anyhow::Result<Bandwidth> {
+    let own = std::env::current_exe().context("cannot find gpumux's own program")?;
+    let mut command = vec![own.into_os_string()];
+    let options = "workload batch --read 64 --memory 256MiB --seconds 3600";
+    command.extend(options.split(' ').map(Into::into));
+    let trust = format!("profile-{}-probe", std::process::id());
+    let mut probe = Running::start(&command, Some("probe"), &trust, PROBE)?;
+    probe.warm_up(PROBE_WARMUP, stop)?;
+    let [fast] = together([&mut probe], args.seconds, stop)?;
+    let name = args.name.as_deref();
+    let mut running = Running::start(&args.command, name, &trust, 100 - PROBE)?;
+    running.warm_up(args.warmup, stop)?;
+    let [beside, slow] = together([&mut running, &mut probe], args.seconds, stop)?;
+    probe.end_and_forget()?;
+    running.pause(PROBE_WARMUP, stop)?;
+    let [alone] = together([&mut running], args.seconds, stop)?;
+    running.end_and_forget()?;
+    eprintln!(
+        "{}% of the SMs: {alone:.1} per second, {beside:.1} beside the probe, which runs at {:.0}% of its rate",
+        100 - PROBE,
+        slow / fast * 100.0
+    );
+    let seen = BesideProbe {
+        whole,
+        alone,
+        beside,
+        probe: (fast, slow),
+    };
+    Bandwidth::measured(&seen).context("the program or the probe did nothing")
+}
+
+/// The throughput of each while all run.
+fn together<const N: usize>(
+    all: [&mut Running; N],
+    seconds: Duration,
+    stop: &AtomicBool,
+) -> anyhow::Result<[f64; N]> {
+    let looks = |all: &[&mut Running; N]| -> anyhow::Result<Vec<Look>> {
+        all.iter().map(|it| look(&it.name)).collect()
+    };
+    let before = looks(&all)?;
+    all[0].pause(seconds, stop)?;
+    let after = looks(&all)?;
+    let mut rates = [0.0; N];
+    for (at, it) in rates.iter_mut().enumerate() {
+        *it = rate(before[at], after[at])?;
+    }
+    Ok(rates)
 }
 
 /// What a tenant had done at one moment.
@@ -345,7 +341,7 @@ fn rate(from: Look, to: Look) -> anyhow::Result<f64> {
     })
 }
 
-/// Waits until the daemon has noticed that the program has ended, so that the next one is alone.
+/// Waits until the daemon has noticed that the program has ended.
 fn forget(name: &str) -> anyhow::Result<()> {
     let begun = Instant::now();
     loop {
@@ -359,30 +355,115 @@ fn forget(name: &str) -> anyhow::Result<()> {
     }
 }
 
-/// The program and all that it started; ended when dropped.
-struct Running(Child);
+/// A tenant's program and all that it started; ended when dropped.
+struct Running {
+    child: Child,
+    name: String,
+}
 
 impl Running {
-    fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
-        self.0.try_wait()
+    /// Runs a program in a group of this trust domain, with so many percent of the SMs.
+    fn start(
+        command: &[OsString],
+        name: Option<&str>,
+        trust: &str,
+        percent: u32,
+    ) -> anyhow::Result<Self> {
+        let shim = libraries::find(libraries::SHIM)?;
+        let program = Path::new(&command[0]).file_name().unwrap_or_default();
+        let tenant = NewTenant {
+            name: name.map(|name| format!("{name}-{percent}")),
+            program: Some(program.to_string_lossy().into_owned()),
+            spec: SpecChange {
+                // What others have to do comes first: waiting for them does not count.
+                class: Some(Class::Batch),
+                ..SpecChange::default()
+            },
+            trust: Some(trust.to_owned()),
+            sharing: Sharing::Space,
+            sm_percent: Some(percent),
+            visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
+            ..NewTenant::default()
+        };
+        let tenant = run::make(tenant).map_err(|failure| match failure {
+            Failure::Refused(error) => error.into(),
+            Failure::Unmanaged(error) => error,
+        })?;
+        let name = tenant.name.clone();
+        let placement = client::block(async |client| client.tenant(&name).await)?.placement;
+        ensure!(
+            placement.way == Way::Space,
+            "shares of SMs need a group, and there is none: {}",
+            placement.reason
+        );
+        let mut start = Command::new(&command[0]);
+        start
+            .args(&command[1..])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .process_group(0);
+        run::equip(&mut start, tenant, &shim);
+        let child = start.spawn().with_context(|| {
+            let program = command[0].to_string_lossy();
+            format!("cannot run {program}")
+        })?;
+        Ok(Self { child, name })
+    }
+
+    /// Waits until it has had work for so long.
+    fn warm_up(&mut self, time: Duration, stop: &AtomicBool) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        while look(&self.name)?.work == 0 {
+            ensure!(
+                begun.elapsed() < START,
+                "the program has had no work for the device after {} s",
+                START.as_secs()
+            );
+            self.pause(LOOK, stop)?;
+        }
+        self.pause(time, stop)
+    }
+
+    /// Lets time pass, unless it ends or this is to stop.
+    fn pause(&mut self, time: Duration, stop: &AtomicBool) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        loop {
+            ensure!(!stop.load(Ordering::Acquire), "interrupted");
+            if let Some(status) = self.child.try_wait()? {
+                bail!(
+                    "the program ended before it was measured ({status}): let it run longer, or use a shorter --warmup \
+                     and --seconds"
+                );
+            }
+            match time.checked_sub(begun.elapsed()) {
+                Some(left) if !left.is_zero() => std::thread::sleep(left.min(LOOK)),
+                _ => return Ok(()),
+            }
+        }
     }
 
     fn end(&mut self) {
-        let group = Pid::from_child(&self.0);
+        let group = Pid::from_child(&self.child);
         let _ = kill_process_group(group, Signal::TERM);
         let begun = Instant::now();
-        while begun.elapsed() < END && matches!(self.0.try_wait(), Ok(None)) {
+        while begun.elapsed() < END && matches!(self.child.try_wait(), Ok(None)) {
             std::thread::sleep(LOOK);
         }
         // Also what it started and left.
         let _ = kill_process_group(group, Signal::KILL);
-        let _ = self.0.wait();
+        let _ = self.child.wait();
+    }
+
+    /// Returns once the daemon has noticed its end: so that the next one is alone.
+    fn end_and_forget(mut self) -> anyhow::Result<()> {
+        self.end();
+        forget(&self.name)
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if matches!(self.0.try_wait(), Ok(None)) {
+        if matches!(self.child.try_wait(), Ok(None)) {
             self.end();
         }
     }
@@ -414,6 +495,10 @@ fn shown(profile: &Profile) -> String {
             format!("{:.1}%", point.spread * 100.0),
         ]);
     }
+    let bandwidth = profile.bandwidth.map(|it| {
+        let (demand, sensitivity) = (it.demand, it.sensitivity);
+        format!("\nMemory bandwidth: demand {demand:.2}, sensitivity {sensitivity:.2}\n")
+    });
     let kept = match profile.kept {
         true => format!(
             "\nKept as {}: `gpumux run --trust NAME` of this program uses it from now on.\n",
@@ -421,7 +506,7 @@ fn shown(profile: &Profile) -> String {
         ),
         false => format!("\n--utility {}\n", profile.utility),
     };
-    output::table(&rows) + &kept
+    output::table(&rows) + &bandwidth.unwrap_or_default() + &kept
 }
 
 fn or_dash(text: String) -> String {
@@ -437,9 +522,11 @@ fn table(programs: &[Program]) -> String {
         "USER",
         "FROM",
         "SMS:RELATIVE",
-        "NEIGHBOURS:RELATIVE",
+        "DEMAND",
+        "SENSITIVITY",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let part = |it: Option<f64>| it.map_or("-".to_owned(), |it| format!("{it:.2}"));
     for program in programs {
         let most = program.curve.last().map_or(1.0, |(_, rate)| *rate);
         let curve = (program.curve.iter()).map(|(percent, rate)| (*percent, rate / most));
@@ -448,7 +535,8 @@ fn table(programs: &[Program]) -> String {
             gpumux_daemon::user_name(program.uid),
             if program.profiled { "profile" } else { "runs" }.to_owned(),
             or_dash(listed(curve)),
-            or_dash(listed(program.beside.iter().copied())),
+            part(program.bandwidth.map(|it| it.demand)),
+            part(program.bandwidth.map(|it| it.sensitivity)),
         ]);
     }
     output::table(&rows)
@@ -497,10 +585,15 @@ mod tests {
             points,
             utility,
             reported: false,
+            bandwidth: Some(Bandwidth {
+                demand: 0.25,
+                sensitivity: 0.5,
+            }),
             kept: true,
         };
         let text = shown(&profile);
         assert!(text.contains("25%   700.0   0.700     2.0%"), "{text}");
+        assert!(text.contains("demand 0.25, sensitivity 0.50"), "{text}");
         assert!(text.contains("Kept as train.py-1"), "{text}");
     }
 

@@ -2,7 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Curve, curve::Line};
+use super::{
+    Curve,
+    bandwidth::{self, Bandwidth},
+    curve::Line,
+};
 
 /// SMs that Hopper can separate (green contexts and MPS partitions alike).
 pub const STEP: u32 = 8;
@@ -11,7 +15,7 @@ pub const STEP: u32 = 8;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Rule {
-    /// To the members that gain most by it, by weight: the sum of weighted utilities is largest.
+    /// To the member by which the sum of weighted rates gains most.
     Utility,
     /// The one with the fewest SMs; weights don't count.
     MaxMin,
@@ -31,6 +35,8 @@ pub struct Claimant<'a> {
     pub max: u32,
     /// Its scaling profile.
     pub curve: &'a Curve,
+    /// What it needs of the memory's bandwidth.
+    pub bandwidth: Bandwidth,
 }
 
 impl Claimant<'_> {
@@ -65,6 +71,10 @@ pub fn divide(rule: Rule, claimants: &[Claimant], sms: u32, step: u32) -> Option
     let mut shares = minima(claimants, steps, step)?;
     let open = |at: usize, share: u32| share < claimants[at].max / step * step;
     for _ in shares.iter().sum::<u32>() / step..steps {
+        let alone: Vec<f64> = (hulls.iter().zip(&shares))
+            .map(|(hull, share)| hull.relative(*share, sms))
+            .collect();
+        let now = worth(claimants, &alone);
         // Larger is better: the claim by the rule, then few SMs for the weight.
         let claim = |at: usize| {
             let (share, weight) = (shares[at], claimants[at].weight());
@@ -73,8 +83,9 @@ pub fn divide(rule: Rule, claimants: &[Claimant], sms: u32, step: u32) -> Option
                 Rule::MaxMin => (-f64::from(share), per_weight),
                 Rule::Weighted => (per_weight, 0.0),
                 Rule::Utility => {
-                    let utility = |sms_| hulls[at].relative(sms_, sms);
-                    let gain = weight * (utility(share + step) - utility(share));
+                    let mut with = alone.clone();
+                    with[at] = hulls[at].relative(share + step, sms);
+                    let gain = worth(claimants, &with) - now;
                     // Straight lines are equal whatever the rounding of their differences.
                     ((gain * 1e9).round(), per_weight)
                 }
@@ -105,11 +116,33 @@ fn minima(claimants: &[Claimant], steps: u32, step: u32) -> Option<Vec<u32>> {
     (all <= u64::from(steps)).then(|| shares.collect())
 }
 
-/// The sum of weighted utilities, on the curves as measured.
+/// The rate of each, where without the others it would have that of `alone`.
+fn contended(claimants: &[Claimant], alone: &[f64]) -> Vec<f64> {
+    let programs = alone.iter().zip(claimants);
+    let programs = programs.map(|(alone, claim)| (*alone, claim.bandwidth));
+    bandwidth::rates(&programs.collect::<Vec<_>>())
+}
+
+/// The sum of weighted rates.
+fn worth(claimants: &[Claimant], alone: &[f64]) -> f64 {
+    let weighted = claimants.iter().zip(contended(claimants, alone));
+    weighted.map(|(claim, rate)| claim.weight() * rate).sum()
+}
+
+/// The rate of each relative to having the device alone, on the curves as measured.
+pub fn rates(claimants: &[Claimant], shares: &[u32], sms: u32) -> Vec<f64> {
+    contended(claimants, &on_curves(claimants, shares, sms))
+}
+
+/// The sum of weighted rates, on the curves as measured.
 pub fn total(claimants: &[Claimant], shares: &[u32], sms: u32) -> f64 {
-    let utility =
-        |(claim, share): (&Claimant, &u32)| claim.weight() * claim.curve.utility(*share, sms);
-    claimants.iter().zip(shares).map(utility).sum()
+    worth(claimants, &on_curves(claimants, shares, sms))
+}
+
+fn on_curves(claimants: &[Claimant], shares: &[u32], sms: u32) -> Vec<f64> {
+    let all = claimants.iter().zip(shares);
+    all.map(|(claim, share)| claim.curve.utility(*share, sms))
+        .collect()
 }
 
 #[cfg(test)]
@@ -126,6 +159,7 @@ mod tests {
             min,
             max: SMS,
             curve,
+            bandwidth: Bandwidth::default(),
         }
     }
 
@@ -229,6 +263,22 @@ mod tests {
             divide(Rule::Utility, &vec![claim(1.0, 0, &unknown); 17], SMS, STEP),
             None
         );
+    }
+
+    #[test]
+    fn of_two_that_scale_alike_the_one_bound_by_memory_has_less() {
+        let points = (1..=16).map(|n| (8 * n, 1.0 / (0.5 + 0.5 * 16.0 / f64::from(n))));
+        let curve = Curve::measured(points);
+        let part = |part| Bandwidth {
+            demand: part,
+            sensitivity: part,
+        };
+        let mut claims = [claim(1.0, 0, &curve); 2];
+        (claims[0].bandwidth, claims[1].bandwidth) = (part(1.0), part(0.2));
+        let shares = divide(Rule::Utility, &claims, SMS, STEP).expect("two");
+        assert!(shares[0] < shares[1], "{shares:?}");
+        let even = divide(Rule::Weighted, &claims, SMS, STEP).expect("two");
+        assert!(total(&claims, &shares, SMS) > total(&claims, &even, SMS));
     }
 
     fn rule() -> impl Strategy<Value = Rule> {

@@ -1,10 +1,8 @@
-//! What was learnt of a program over all its runs, for its next start: its curve, and what neighbours cost it.
-
-use std::collections::BTreeMap;
+//! What was learnt of a program over all its runs, for its next start: its curve, and what it needs of the memory's bandwidth.
 
 use serde::{Deserialize, Serialize};
 
-use super::{Curve, Interference, curve::Mean, is_point};
+use super::{Bandwidth, Curve, curve::Mean, is_point};
 
 /// What was measured of one program.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -13,11 +11,12 @@ pub struct Program {
     curve: Curve,
     /// Part of the time in which it has the device, when it has all SMs and no neighbour disturbs it.
     duty: Option<Mean>,
-    /// Pieces of work per second in a group where so many others had work.
-    beside: BTreeMap<u32, Mean>,
+    /// What it was measured to need of the memory's bandwidth.
+    #[serde(default)]
+    bandwidth: Option<Bandwidth>,
 }
 
-/// What a tenant did in a while.
+/// What a tenant did in a while in which no other member of its group had work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Observation {
     /// How long that was, in seconds.
@@ -30,8 +29,6 @@ pub struct Observation {
     pub work: u64,
     /// Percent of the SMs that it may use.
     pub percent: u32,
-    /// How many others of its group had work meanwhile.
-    pub beside: u32,
 }
 
 /// A while in which a program was kept waiting for more than this part of it, or did fewer pieces of work, tells nothing.
@@ -59,10 +56,6 @@ impl Program {
         if seen.work < PIECES || !duty.is_finite() || duty < DUTY {
             return false;
         }
-        if seen.beside > 0 {
-            self.beside.entry(seen.beside).or_default().add(rate);
-            return true;
-        }
         if !keep_curve {
             self.curve.measure(seen.percent, rate);
         }
@@ -72,9 +65,16 @@ impl Program {
         true
     }
 
-    /// Replaces the curve by one that was measured on purpose: percent of the SMs, pieces of work per second.
-    pub fn set_curve(&mut self, points: impl IntoIterator<Item = (u32, f64)>) {
-        self.curve = Curve::of_percents(points);
+    /// What was measured on purpose: percent of the SMs, pieces of work per second, and what it needs of the memory's bandwidth.
+    pub fn measured(
+        points: impl IntoIterator<Item = (u32, f64)>,
+        bandwidth: Option<Bandwidth>,
+    ) -> Self {
+        Self {
+            curve: Curve::of_percents(points),
+            duty: None,
+            bandwidth,
+        }
     }
 
     /// All that is known of its curve.
@@ -87,31 +87,14 @@ impl Program {
         (self.curve.points().count() > 1).then_some(&self.curve)
     }
 
-    /// Throughput beside so many others with work, relative to that alone.
-    pub fn beside(&self) -> impl Iterator<Item = (u32, f64)> + '_ {
-        let alone = self.alone();
-        let relative = move |(others, mean): (&u32, &Mean)| Some((*others, mean.value() / alone?));
-        let relative = self.beside.iter().filter_map(relative);
-        relative.filter(|(_, part)| part.is_finite())
+    /// What it needs of the memory's bandwidth, if that was measured.
+    pub fn bandwidth(&self) -> Option<Bandwidth> {
+        self.bandwidth
     }
 
-    /// What is to be expected beside so many others, of whom it would have this share in turns. Of more neighbours than were
-    /// ever seen the most that were seen must do.
-    pub fn interference(&self, others: u32, share: f64) -> Option<Interference> {
-        let (_, in_group) = self
-            .beside()
-            .take_while(|(seen, _)| *seen <= others)
-            .last()?;
-        let duty = self.duty.map_or(1.0, |duty| duty.value());
-        Some(Interference {
-            in_group,
-            in_turns: (share / duty.max(DUTY)).min(1.0),
-        })
-    }
-
-    fn alone(&self) -> Option<f64> {
-        let whole = self.curve.points().find(|(percent, _)| *percent == 100);
-        whole.map(|(_, rate)| rate).filter(|rate| *rate > 0.0)
+    /// The part of the time for which it needs a device that it has alone.
+    pub fn duty(&self) -> f64 {
+        self.duty.map_or(1.0, |duty| duty.value()).max(DUTY)
     }
 }
 
@@ -127,7 +110,6 @@ mod tests {
             busy: 1.0,
             work,
             percent,
-            beside: 0,
         }
     }
 
@@ -139,7 +121,7 @@ mod tests {
         assert!(program.learn(&second(900, 50), false));
         let curve = program.utility().expect("two points");
         assert_eq!(curve.utility(50, 100), 0.9);
-        program.set_curve([(25, 1.0), (100, 2.0), (101, 9.0)]);
+        let program = Program::measured([(25, 1.0), (100, 2.0), (101, 9.0)], None);
         assert_eq!(program.curve().points().count(), 2);
     }
 
@@ -174,7 +156,6 @@ mod tests {
             Observation {
                 busy: 0.6,
                 waited: 0.5,
-                beside: 1,
                 ..second(1000, 100)
             },
             Observation {
@@ -193,51 +174,10 @@ mod tests {
     }
 
     #[test]
-    fn interference_needs_its_speed_alone_and_beside_neighbours() {
-        let mut program = Program::default();
-        let beside = |others, work| Observation {
-            beside: others,
-            ..second(work, 100)
-        };
-        assert!(program.learn(&beside(1, 300), false));
-        assert_eq!(
-            program.interference(1, 0.5),
-            None,
-            "nothing to compare with"
-        );
-        assert!(program.learn(&second(1000, 100), false));
-        assert!(program.learn(&beside(3, 200), false));
-        let of = |others, share| program.interference(others, share);
-        let expected = |in_group, in_turns| Some(Interference { in_group, in_turns });
-        assert_eq!(of(0, 1.0), None);
-        assert_eq!(of(1, 0.5), expected(0.3, 0.5));
-        assert_eq!(of(2, 0.25), expected(0.3, 0.25));
-        assert_eq!(of(9, 0.1), expected(0.2, 0.1));
-    }
-
-    #[test]
-    fn a_curve_that_is_kept_is_not_learnt_from_but_compared_with() {
-        let mut program = Program::default();
-        program.set_curve([(100, 1000.0)]);
+    fn a_curve_that_is_kept_is_not_learnt_from() {
+        let mut program = Program::measured([(100, 1000.0)], None);
         assert!(program.learn(&second(9000, 100), true));
-        let neighbour = Observation {
-            beside: 1,
-            ..second(500, 100)
-        };
-        assert!(program.learn(&neighbour, true));
         assert_eq!(program.curve().rate(100), 1000.0);
-        assert_eq!(program.beside().collect::<Vec<_>>(), [(1, 0.5)]);
-    }
-
-    #[test]
-    fn ratios_are_finite_whatever_a_file_says() {
-        let mut program = Program::default();
-        program.curve.measure(100, f64::from_bits(1));
-        program.beside.entry(1).or_default().add(1e3);
-        assert_eq!(program.beside().count(), 0);
-        assert_eq!(program.interference(1, 0.5), None);
-        program.set_curve([(50, 0.0), (75, 1e-7), (99, f64::NAN), (100, 1e16)]);
-        assert_eq!(program.curve().points().collect::<Vec<_>>(), [(50, 0.0)]);
     }
 
     #[test]
@@ -249,15 +189,14 @@ mod tests {
     }
 
     #[test]
-    fn program_idle_half_of_the_time_loses_less_by_turns() {
+    fn program_idle_half_of_the_time_needs_the_device_for_the_rest() {
         let mut program = Program::default();
+        assert_eq!(program.duty(), 1.0, "what is not known");
         let lazy = Observation {
             busy: 0.5,
             ..second(1000, 100)
         };
         assert!(program.learn(&lazy, false));
-        assert!(program.learn(&Observation { beside: 1, ..lazy }, false));
-        let measured = program.interference(1, 0.5).expect("both");
-        assert_eq!((measured.in_group, measured.in_turns), (1.0, 1.0));
+        assert_eq!(program.duty(), 0.5);
     }
 }

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Claimant, Curve, Rule, divide, minimum, total};
+use super::{Bandwidth, Claimant, Curve, Rule, divide, minimum, rates, total};
 use crate::{Class, TenantSpec};
 
 /// What a tenant wants.
@@ -65,13 +65,34 @@ pub enum Way {
     Space,
 }
 
-/// Throughput of a program relative to having the device alone, as measured.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Interference {
-    /// Inside the group.
+/// A member of a group, or a tenant that may become one.
+#[derive(Clone, Copy, Debug)]
+pub struct Member<'a> {
+    /// Its spec.
+    pub spec: &'a TenantSpec,
+    /// The scaling profile of its program; empty if unknown.
+    pub curve: &'a Curve,
+    /// What its program needs of the memory's bandwidth; 0 if unknown.
+    pub bandwidth: Bandwidth,
+    /// The part of the time for which its program needs the device ([`super::Program::duty`]).
+    pub duty: f64,
+}
+
+/// What a group and one more tenant are expected to do: the sum of their rates, each relative to having the device alone.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Prediction {
+    /// With the tenant in the group.
     pub in_group: f64,
-    /// In turns with the same neighbours.
+    /// With the tenant in turns with the group.
     pub in_turns: f64,
+}
+
+impl Prediction {
+    /// Whether sharing in space is worth its risks.
+    fn gains(self) -> bool {
+        self.in_group >= self.in_turns * BETTER
+    }
 }
 
 /// All that the decision may know of a tenant that starts.
@@ -91,8 +112,8 @@ pub struct Applicant<'a> {
     pub unavailable: Option<&'a str>,
     /// How often it took a group down.
     pub faults: u32,
-    /// What was measured of its program.
-    pub interference: Option<Interference>,
+    /// What is expected, if that is known.
+    pub prediction: Option<Prediction>,
     /// Members keep more SMs until they end than its guarantee leaves them (see [`hinders`]).
     pub hindered: bool,
 }
@@ -108,11 +129,11 @@ pub struct Decision {
 
 /// A tenant that ended its group so often joins none any more.
 const FAULTS: u32 = 2;
-/// A program stays in the group unless turns serve it better by this factor: less may be noise.
+/// A group must be better than turns by this factor: less may be noise, and members have their faults in common.
 const BETTER: f64 = 1.05;
 
 /// Decides for a tenant at its start. It cannot be moved while it runs. What forbids space comes
-/// first, then what the tenant wants, then what was measured.
+/// first, then what the tenant wants, then what is predicted.
 pub fn decide(applicant: &Applicant) -> Decision {
     let Applicant {
         sharing,
@@ -153,17 +174,15 @@ pub fn decide(applicant: &Applicant) -> Decision {
     if applicant.hindered {
         return time("members keep more SMs until they end than its guarantee leaves".into());
     }
-    match applicant.interference {
-        Some(Interference { in_group, in_turns }) if in_turns > in_group * BETTER => time(format!(
-            "measured {:.0}% of its speed alone in the group, {:.0}% in turns",
-            in_group * 100.0,
-            in_turns * 100.0
-        )),
-        Some(Interference { in_group, in_turns }) => space(format!(
-            "measured {:.0}% of its speed alone in the group, {:.0}% in turns",
-            in_group * 100.0,
-            in_turns * 100.0
-        )),
+    match applicant.prediction {
+        Some(it) => {
+            let way = if it.gains() { space } else { time };
+            way(format!(
+                "predicted {:.0}% of one program alone in the group, {:.0}% in turns",
+                it.in_group * 100.0,
+                it.in_turns * 100.0
+            ))
+        }
         None => match members {
             0 => space(format!("first of {trust}: others may join it")),
             1 => space(format!("with 1 other of {trust}")),
@@ -204,39 +223,74 @@ const PERCENT_STEP: u32 = 5;
 /// guarantees leave less than a percent for each of the others, or all would have about the same and none was guaranteed
 /// anything: members that are alike make more without parts, as each uses what others leave idle for a moment (two training jobs on
 /// an H100: 1.19 against 1.13, docs/space.md). The curves count in percent of the SMs.
-pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
-    if members.iter().all(|(_, curve)| curve.is_empty()) {
+pub fn percentages(members: &[Member]) -> Option<Vec<u32>> {
+    if members.iter().all(|it| it.curve.is_empty()) {
         return None;
     }
-    let claimants: Vec<Claimant> = members
-        .iter()
-        .map(|(spec, curve)| Claimant {
-            weight: spec.weight,
-            min: guaranteed(spec),
-            max: limit(spec),
-            curve,
-        })
-        .collect();
-    let guaranteed = claimants.iter().any(|claim| claim.min > 0);
-    let steps = [Some(PERCENT_STEP), guaranteed.then_some(1)];
-    let (best, even) = steps.into_iter().flatten().find_map(|step| {
-        let by = |rule| divide(rule, &claimants, 100, step);
-        by(Rule::Utility).zip(by(Rule::Weighted))
-    })?;
-    // Where a curve has dents, its hull may show what is not there.
-    let sum = |shares: &[u32]| total(&claimants, shares, 100);
-    let shares = match sum(&best) >= sum(&even) {
-        true => best,
-        false => even.clone(),
-    };
+    let claimants = claimants(members);
+    let (shares, even) = parts(&claimants)?;
     let bound = |claim: &Claimant| claim.min > 0 || claim.max < 100;
     let (least, most) = (shares.iter().min()?, shares.iter().max()?);
-    if shares == even && most - least <= PERCENT_STEP && !claimants.iter().any(bound) {
+    if even && most - least <= PERCENT_STEP && !claimants.iter().any(bound) {
         return None;
     }
     // A step may be more than a limit allows.
     let limited = shares.into_iter().zip(&claimants);
     Some(limited.map(|(share, claim)| share.min(claim.max)).collect())
+}
+
+fn claimants<'a>(members: &[Member<'a>]) -> Vec<Claimant<'a>> {
+    let claimant = |it: &Member<'a>| Claimant {
+        weight: it.spec.weight,
+        min: guaranteed(it.spec),
+        max: limit(it.spec),
+        curve: it.curve,
+        bandwidth: it.bandwidth,
+    };
+    members.iter().map(claimant).collect()
+}
+
+/// The best percentages that were found, and whether they are those by weight.
+fn parts(claimants: &[Claimant]) -> Option<(Vec<u32>, bool)> {
+    let guaranteed = claimants.iter().any(|claim| claim.min > 0);
+    let steps = [Some(PERCENT_STEP), guaranteed.then_some(1)];
+    let (best, even) = steps.into_iter().flatten().find_map(|step| {
+        let by = |rule| divide(rule, claimants, 100, step);
+        by(Rule::Utility).zip(by(Rule::Weighted))
+    })?;
+    // Where a curve has dents, its hull may show what is not there.
+    let sum = |shares: &[u32]| total(claimants, shares, 100);
+    match best != even && sum(&best) >= sum(&even) {
+        true => Some((best, false)),
+        false => Some((even, true)),
+    }
+}
+
+/// What is to be expected of a group with the last of these in it, or in turns with it; `None` where of one no curve is known, or the
+/// SMs cannot be divided. Members that were confined to other parts before are taken to start anew.
+pub fn predict(members: &[Member]) -> Option<Prediction> {
+    let (own, others) = members.split_last()?;
+    if others.is_empty() || members.iter().any(|it| it.curve.is_empty()) {
+        return None;
+    }
+    let rates = |members: &[Member]| {
+        let claimants = claimants(members);
+        let (shares, _) = parts(&claimants)?;
+        Some(rates(&claimants, &shares, 100))
+    };
+    let apart = match others {
+        [_] => vec![1.0],
+        _ => rates(others)?,
+    };
+    let weight: f64 = members.iter().map(|it| it.spec.weight).sum();
+    let share = own.spec.weight / weight;
+    let in_time = |it: &Member, share: f64| (share / it.duty).min(1.0);
+    let others = others.iter().zip(apart);
+    let others = others.map(|(it, rate)| rate * in_time(it, 1.0 - share));
+    Some(Prediction {
+        in_group: rates(members)?.into_iter().sum(),
+        in_turns: others.sum::<f64>() + in_time(own, share),
+    })
 }
 
 /// Percentage of the SMs to which a new member of a group is confined for its life, if it is: its limit, and no more than
@@ -282,13 +336,22 @@ mod tests {
             room: 48,
             unavailable: None,
             faults: 0,
-            interference: None,
+            prediction: None,
             hindered: false,
         }
     }
 
-    fn measured(in_group: f64, in_turns: f64) -> Option<Interference> {
-        Some(Interference { in_group, in_turns })
+    fn predicted(in_group: f64, in_turns: f64) -> Option<Prediction> {
+        Some(Prediction { in_group, in_turns })
+    }
+
+    fn member<'a>(spec: &'a TenantSpec, curve: &'a Curve) -> Member<'a> {
+        Member {
+            spec,
+            curve,
+            bandwidth: Bandwidth::default(),
+            duty: 1.0,
+        }
     }
 
     /// Every row: what is changed about a batch tenant of team-a, what is decided, and a part of the reason.
@@ -333,19 +396,15 @@ mod tests {
                 "asked for space",
             ),
             (
-                |it| it.interference = measured(0.5, 0.49),
+                |it| it.prediction = predicted(1.06, 1.0),
                 Space,
-                "50% of its speed",
+                "predicted 106% of one program alone in the group, 100% in turns",
             ),
+            (|it| it.prediction = predicted(1.04, 1.0), Time, "104%"),
             (
-                |it| it.interference = measured(0.48, 0.49),
+                |it| (it.prediction, it.sharing) = (predicted(0.9, 1.0), Sharing::Space),
                 Space,
-                "48% of its speed",
-            ),
-            (
-                |it| it.interference = measured(0.38, 0.49),
-                Time,
-                "38% of its speed alone in the group, 49% in turns",
+                "asked for space",
             ),
         ];
         for (change, way, reason) in rows {
@@ -409,35 +468,42 @@ mod tests {
         let spec = TenantSpec::default();
         let small = Curve::measured([(20, 0.9), (50, 0.95), (100, 1.0)]);
         let large = Curve::measured([(25, 0.25), (50, 0.5), (75, 0.75), (100, 1.0)]);
-        let shares = percentages(&[(&spec, &small), (&spec, &large)]);
+        let shares = percentages(&[member(&spec, &small), member(&spec, &large)]);
         assert_eq!(shares, Some(vec![20, 80]));
         let half = TenantSpec {
             guaranteed: 0.5,
             ..TenantSpec::default()
         };
-        let shares = percentages(&[(&half, &small), (&spec, &large)]);
+        let shares = percentages(&[member(&half, &small), member(&spec, &large)]);
         assert_eq!(shares, Some(vec![50, 50]));
         let nothing = Curve::default();
-        assert_eq!(percentages(&[(&spec, &nothing), (&spec, &nothing)]), None);
+        assert_eq!(
+            percentages(&[member(&spec, &nothing), member(&spec, &nothing)]),
+            None
+        );
     }
 
     #[test]
     fn equal_members_have_no_parts_without_a_guarantee() {
         let spec = TenantSpec::default();
         let curve = Curve::measured([(25, 0.4), (50, 0.75), (100, 1.0)]);
-        assert_eq!(percentages(&[(&spec, &curve); 2]), None);
-        assert_eq!(percentages(&[(&spec, &curve); 3]), None, "35, 35 and 30");
+        assert_eq!(percentages(&[member(&spec, &curve); 2]), None);
+        assert_eq!(
+            percentages(&[member(&spec, &curve); 3]),
+            None,
+            "35, 35 and 30"
+        );
         let limited = TenantSpec {
             limit: 0.9,
             ..TenantSpec::default()
         };
-        let shares = percentages(&[(&spec, &curve), (&limited, &curve)]);
+        let shares = percentages(&[member(&spec, &curve), member(&limited, &curve)]);
         assert_eq!(shares, Some(vec![50, 50]));
         let heavy = TenantSpec {
             weight: 3.0,
             ..TenantSpec::default()
         };
-        assert!(percentages(&[(&spec, &curve), (&heavy, &curve)]).is_some());
+        assert!(percentages(&[member(&spec, &curve), member(&heavy, &curve)]).is_some());
     }
 
     #[test]
@@ -449,17 +515,17 @@ mod tests {
         let curve = Curve::measured([(25, 0.3), (50, 0.5), (100, 1.0)]);
         let unknown = Curve::default();
         let (big, none) = (spec(0.9), spec(0.0));
-        let mut members = vec![(&none, &unknown); 10];
-        members.push((&big, &curve));
+        let mut members = vec![member(&none, &unknown); 10];
+        members.push(member(&big, &curve));
         let shares = percentages(&members).expect("it fits");
         assert_eq!((shares[10], &shares[..10]), (90, &[1; 10][..]));
-        members.insert(0, (&none, &unknown));
+        members.insert(0, member(&none, &unknown));
         assert_eq!(percentages(&members), None, "nothing is left for one");
         let thirds = [0.34, 0.33, 0.33].map(spec);
-        let members: Vec<_> = thirds.iter().map(|spec| (spec, &curve)).collect();
+        let members: Vec<_> = thirds.iter().map(|spec| member(spec, &curve)).collect();
         assert_eq!(percentages(&members), Some(vec![34, 33, 33]));
         // No guarantee is given: no member is to live on a percent.
-        assert_eq!(percentages(&[(&none, &curve); 21]), None);
+        assert_eq!(percentages(&[member(&none, &curve); 21]), None);
     }
 
     #[test]
@@ -473,7 +539,7 @@ mod tests {
         let spec = TenantSpec::default();
         let small = Curve::measured([(25, 0.95), (50, 1.0), (100, 1.0)]);
         let large = Curve::measured([(25, 0.25), (50, 0.5), (75, 0.75), (100, 1.0)]);
-        let shares = percentages(&[(&spec, &small), (&spec, &large)]).expect("two");
+        let shares = percentages(&[member(&spec, &small), member(&spec, &large)]).expect("two");
         let sum = |shares: &[u32]| small.utility(shares[0], 100) + large.utility(shares[1], 100);
         assert!(sum(&shares) >= 1.1 * sum(&[50, 50]), "{shares:?}");
     }
@@ -482,6 +548,13 @@ mod tests {
         let point = (1..=20_u32, 0.01..10.0_f64);
         prop::collection::vec(point, 0..8)
             .prop_map(|points| Curve::measured(points.into_iter().map(|(n, rate)| (n * 5, rate))))
+    }
+
+    fn bandwidth() -> impl Strategy<Value = Bandwidth> {
+        (0.0..=1.0_f64, 0.0..=1.0_f64).prop_map(|(demand, sensitivity)| Bandwidth {
+            demand,
+            sensitivity,
+        })
     }
 
     proptest! {
@@ -500,7 +573,7 @@ mod tests {
                 })
                 .collect();
             let curves = members.iter().map(|it| &it.2);
-            let pairs: Vec<_> = specs.iter().zip(curves).collect();
+            let pairs: Vec<_> = specs.iter().zip(curves).map(|(spec, curve)| member(spec, curve)).collect();
             let kept = |spec: &TenantSpec, share: u32| {
                 f64::from(share) >= spec.guaranteed * 100.0 - 1e-6
                     && f64::from(share) < (spec.limit * 100.0).max(1.0) + 1.0
@@ -520,18 +593,17 @@ mod tests {
 
         #[test]
         fn by_utility_nothing_is_lost_against_a_division_by_weight(
-            members in prop::collection::vec((0.1..10.0_f64, curve()), 2..7),
+            members in prop::collection::vec((0.1..10.0_f64, curve(), bandwidth()), 2..7),
         ) {
             let specs: Vec<TenantSpec> = members
                 .iter()
-                .map(|(weight, _)| TenantSpec { weight: *weight, ..TenantSpec::default() })
+                .map(|(weight, _, _)| TenantSpec { weight: *weight, ..TenantSpec::default() })
                 .collect();
-            let curves = members.iter().map(|(_, curve)| curve);
-            let pairs: Vec<_> = specs.iter().zip(curves.clone()).collect();
-            let claims: Vec<Claimant> = pairs
-                .iter()
-                .map(|(spec, curve)| Claimant { weight: spec.weight, min: 0, max: 100, curve })
+            let curves = members.iter().map(|(_, curve, _)| curve);
+            let pairs: Vec<_> = (specs.iter().zip(curves).zip(&members))
+                .map(|((spec, curve), (_, _, bandwidth))| Member { bandwidth: *bandwidth, ..member(spec, curve) })
                 .collect();
+            let claims = claimants(&pairs);
             if let Some(shares) = percentages(&pairs) {
                 let even = divide(Rule::Weighted, &claims, 100, PERCENT_STEP).expect("some");
                 let sum = |shares: &[u32]| total(&claims, shares, 100);

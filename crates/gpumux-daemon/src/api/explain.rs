@@ -488,6 +488,7 @@ fn place(placement: &Placement) -> Option<String> {
         max_ctas: _,
         curve,
         fingerprint,
+        prediction: _,
     } = placement;
     let trust = trust.as_deref().unwrap_or_default();
     let by = match (curve, fingerprint.as_deref()) {

@@ -44,6 +44,7 @@ impl From<TenantError> for Refused {
             | TenantError::BadPercent(_)
             | TenantError::TooManyRanks(_)
             | TenantError::BadCurve
+            | TenantError::BadBandwidth
             | TenantError::BadToken
             | TenantError::BadSignal(_)
             | TenantError::NoDevice(..)

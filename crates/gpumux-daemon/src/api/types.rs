@@ -10,7 +10,7 @@ use gpumux_core::{
     Class, Demand,
     quantity::{Percent, Size},
     runlist::Mechanism,
-    space::{self, Sharing, Way},
+    space::{self, Bandwidth, Prediction, Sharing, Way},
 };
 use gpumux_wire::page::{HintCounts, RequestTimes};
 use serde::{Deserialize, Serialize};
@@ -384,7 +384,7 @@ fn is_zero(number: &u32) -> bool {
 }
 
 /// How a tenant shares devices, decided at its start.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Placement {
     /// In turns with others, or in space with the members of its group.
     #[schema(value_type = String, pattern = "^(time|space)$")]
@@ -409,6 +409,9 @@ pub struct Placement {
     /// The name under which its program's scaling profile is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
+    /// What its group was expected to do with it, and in turns with it, if the profiles of all are known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prediction: Option<Prediction>,
 }
 
 /// Where a program's scaling profile comes from.
@@ -433,8 +436,9 @@ pub struct Program {
     /// Whether rates are of progress that the program reports (`gpumux_progress`); else of pieces of work.
     #[serde(default)]
     pub reported: bool,
-    /// Throughput relative to that alone beside so many others of its group that had work: `[others, part]`.
-    pub beside: Vec<(u32, f64)>,
+    /// What it needs of the memory's bandwidth, if that was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<Bandwidth>,
     /// Whether its curve was measured by `gpumux profile`; else it is what was seen of its runs.
     pub profiled: bool,
     /// When something was learnt of it last, in seconds since 1970.
@@ -450,6 +454,9 @@ pub struct NewCurve {
     /// Whether rates are of reported progress.
     #[serde(default)]
     pub reported: bool,
+    /// What it needs of the memory's bandwidth, if that was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<Bandwidth>,
 }
 
 impl Default for Placement {
@@ -463,6 +470,7 @@ impl Default for Placement {
             max_ctas: None,
             curve: None,
             fingerprint: None,
+            prediction: None,
         }
     }
 }

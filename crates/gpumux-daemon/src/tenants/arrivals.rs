@@ -146,7 +146,7 @@ impl Tenants {
                 uid: peer.uid,
                 trust,
             }),
-            known: known.as_ref(),
+            programs: &self.programs,
             utility: &utility,
             sms: (self.scheduler)
                 .ask(|answer| Command::Sms(selection.devices.clone(), answer))

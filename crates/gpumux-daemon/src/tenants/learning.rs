@@ -1,4 +1,4 @@
-//! Learns of running programs: what each does alone and beside others, by its fingerprint.
+//! Learns of running programs: what each does while no other member of its group has work, by its fingerprint.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -44,7 +44,7 @@ impl Sight {
 /// Learns of running programs, until the daemon ends.
 pub(super) async fn watch(tenants: Weak<Tenants>) {
     let mut before = (Instant::now(), BTreeMap::new());
-    let mut beside = BTreeMap::new();
+    let mut alone = BTreeSet::new();
     let mut saved = Instant::now();
     loop {
         tokio::time::sleep(WINDOW).await;
@@ -61,7 +61,7 @@ pub(super) async fn watch(tenants: Weak<Tenants>) {
             let now = (Instant::now(), sights(&view));
             let seconds = now.0.duration_since(before.0).as_secs_f64();
             let seen = observations(&list, &before.1, &now.1, seconds);
-            for (tenant, seen) in steady(&mut beside, seen) {
+            for (tenant, seen) in steady(&mut alone, seen) {
                 let fingerprint = tenant.placement.fingerprint.as_deref().unwrap_or_default();
                 let reported = now.1.get(&tenant.id).is_some_and(|it| it.progress > 0);
                 (tenants.programs).learn(tenant.uid, fingerprint, &seen, reported);
@@ -92,7 +92,7 @@ fn sights(view: &View) -> BTreeMap<TenantId, Sight> {
     sights
 }
 
-/// What the programs that have a fingerprint did between two moments.
+/// What the programs that have a fingerprint did between two moments, each without a neighbour that worked.
 fn observations<'a>(
     tenants: &'a [Tenant],
     before: &BTreeMap<TenantId, Sight>,
@@ -124,9 +124,9 @@ fn observations<'a>(
                 |sights: &BTreeMap<TenantId, Sight>| sights.get(id).map(|it| (it.work, it.busy_us));
             *id != tenant.id && near && done(now) != done(before)
         };
-        let others = now
-            .keys()
-            .chain(before.keys().filter(|it| !now.contains_key(it)));
+        if now.keys().chain(before.keys()).any(beside) {
+            continue;
+        }
         let seconds_of = |now: u64, before: u64| now.saturating_sub(before) as f64 / 1e6;
         let seen = Observation {
             seconds,
@@ -137,23 +137,21 @@ fn observations<'a>(
                 Some(_) => tenant.placement.sm_percent.unwrap_or(100),
                 None => 100,
             },
-            beside: others.filter(|id| beside(id)).count() as u32,
         };
         found.push((tenant, seen));
     }
     found
 }
 
-/// Those that had as many working neighbours as in the while before, which `beside` says: where one began or ended to work in between,
-/// it is not known for how much of the time it did. So the first while of a program, in which it gets ready, is left out too.
+/// Those that were `alone` in the while before, too: where a neighbour ended its work in between, it is not known when. So the
+/// first while of a program, in which it gets ready, is left out too.
 fn steady<'a>(
-    beside: &mut BTreeMap<TenantId, u32>,
+    alone: &mut BTreeSet<TenantId>,
     seen: Vec<(&'a Tenant, Observation)>,
 ) -> Vec<(&'a Tenant, Observation)> {
-    let now = seen.iter().map(|(tenant, seen)| (tenant.id, seen.beside));
-    let before = std::mem::replace(beside, now.collect());
-    let same =
-        |(tenant, seen): &(&Tenant, Observation)| before.get(&tenant.id) == Some(&seen.beside);
+    let now = seen.iter().map(|(tenant, _)| tenant.id);
+    let before = std::mem::replace(alone, now.collect());
+    let same = |(tenant, _): &(&Tenant, Observation)| before.contains(&tenant.id);
     seen.into_iter().filter(same).collect()
 }
 
@@ -184,11 +182,11 @@ mod tests {
         Tenant::example(TenantId(id), placement)
     }
 
-    /// The tenant that was seen, at what percentage, and beside how many others.
-    type Seen = (u64, u32, u32);
+    /// The tenant that was seen, and at what percentage.
+    type Seen = (u64, u32);
 
     #[test]
-    fn members_alone_and_beside_others_are_told_apart() {
+    fn only_a_member_without_a_working_neighbour_is_seen() {
         let tenants = [
             tenant(1, "half", Some(50)),
             tenant(2, "whole", None),
@@ -202,7 +200,7 @@ mod tests {
             let (before, now) = (look(before), look(now));
             let all = observations(&tenants, &before, &now, 2.0);
             all.iter()
-                .map(|(tenant, seen)| (tenant.id.0, seen.percent, seen.beside))
+                .map(|(tenant, seen)| (tenant.id.0, seen.percent))
                 .collect()
         };
         let (group, other) = (Some(7), Some(8));
@@ -221,14 +219,12 @@ mod tests {
             ]
         };
         // A neighbour without work disturbs no tenant.
-        let idle = [(1, 50, 0), (2, 100, 1), (3, 100, 0)];
-        assert_eq!(seen(&before, &now(0)), idle);
-        let busy = [(1, 50, 1), (2, 100, 1), (3, 100, 0)];
-        assert_eq!(seen(&before, &now(50)), busy);
+        assert_eq!(seen(&before, &now(0)), [(1, 50), (3, 100)]);
+        assert_eq!(seen(&before, &now(50)), [(3, 100)]);
         // One that began nothing was still at work.
         let mut long = now(0);
         long[1].1.busy_us = 2_000_000;
-        assert_eq!(seen(&before, &long), busy);
+        assert_eq!(seen(&before, &long), [(3, 100)]);
         // A tenant that works in other places too is a neighbour, and nothing is learnt of it.
         let elsewhere = ("GPU-1".to_owned(), None);
         let mut mixed = (before.clone(), now(50));
@@ -236,58 +232,48 @@ mod tests {
             sights[1].1.places.insert(elsewhere.clone());
             sights[1].1.domains.push(9);
         }
-        assert_eq!(seen(&mixed.0, &mixed.1), [(1, 50, 1), (3, 100, 0)]);
+        assert_eq!(seen(&mixed.0, &mixed.1), [(3, 100)]);
         // A tenant that came or went meanwhile counts as there.
-        assert_eq!(seen(&before[..1], &now(50)[..2]), [(1, 50, 1)]);
-        assert_eq!(seen(&before[..2], &now(50)[..1]), [(1, 50, 1)]);
+        assert_eq!(seen(&before[..1], &now(50)[..1]), [(1, 50)]);
+        assert_eq!(seen(&before[..1], &now(50)[..2]), []);
+        assert_eq!(seen(&before[..2], &now(50)[..1]), []);
         // Another process is another matter.
         let again = [(1, sight(9, group, 200))];
         assert_eq!(seen(&before[..1], &again), []);
     }
 
     #[test]
-    fn a_while_in_which_a_neighbour_came_is_left_out() {
+    fn a_while_in_which_a_neighbour_ended_is_left_out() {
         let tenant = tenant(1, "train", None);
-        let mut beside = BTreeMap::new();
-        let mut counts = |others: u32| -> usize {
+        let mut before = BTreeSet::new();
+        let mut counts = |alone: bool| -> usize {
             let seen = Observation {
                 seconds: 1.0,
                 waited: 0.0,
                 busy: 1.0,
                 work: 100,
                 percent: 100,
-                beside: others,
             };
-            let seen = vec![(&tenant, seen)];
-            steady(&mut beside, seen).len()
+            let seen = alone.then_some((&tenant, seen));
+            steady(&mut before, seen.into_iter().collect()).len()
         };
-        assert_eq!(
-            [0, 0, 1, 1, 2, 0, 0].map(&mut counts),
-            [0, 1, 0, 1, 0, 0, 1]
-        );
-        assert_eq!(steady(&mut beside, Vec::new()).len(), 0);
-        assert!(beside.is_empty(), "a tenant that is gone is forgotten");
+        let seen = [true, true, false, true, true].map(&mut counts);
+        assert_eq!(seen, [0, 1, 0, 0, 1]);
     }
 
     #[test]
-    fn idle_program_is_not_slowed_down_by_a_busy_neighbour() {
-        let tenants = [tenant(1, "rests", None), tenant(2, "works", None)];
-        let look = |works: u64, busy_us: u64| -> BTreeMap<TenantId, Sight> {
-            let mut rests = sight(1, Some(7), works / 10);
-            rests.busy_us = busy_us;
-            [(1, rests), (2, sight(2, Some(7), works))]
-                .map(|(id, sight)| (TenantId(id), sight))
-                .into()
+    fn idle_program_teaches_nothing() {
+        let tenants = [tenant(1, "rests", None)];
+        let look = |work: u64, busy_us: u64| -> BTreeMap<TenantId, Sight> {
+            let mut sight = sight(1, Some(7), work);
+            sight.busy_us = busy_us;
+            [(TenantId(1), sight)].into()
         };
-        let learnt = |busy_us: u64| -> Vec<bool> {
-            let (before, now) = (look(0, 0), look(2000, busy_us));
-            let all = observations(&tenants, &before, &now, 2.0);
-            all.iter()
-                .map(|(_, seen)| Program::default().learn(seen, false))
-                .collect()
+        let learnt = |busy_us: u64| {
+            let all = observations(&tenants, &look(0, 0), &look(200, busy_us), 2.0);
+            Program::default().learn(&all[0].1, false)
         };
-        assert_eq!(learnt(200_000), [false, true]);
-        assert_eq!(learnt(1_900_000), [true, true]);
+        assert!(!learnt(200_000) && learnt(1_900_000));
     }
 
     #[test]

@@ -95,6 +95,8 @@ pub(crate) enum TenantError {
         "that is no curve: use up to {MAX_POINTS} points of 1 to 100 percent and a throughput, 0 or 1e-6 to 1e15"
     )]
     BadCurve,
+    #[error("that is no bandwidth: use a demand of 0 to 1 and a sensitivity of 0 to 4")]
+    BadBandwidth,
     #[error("nothing is known of a program `{0}` of yours: see `gpumux profile --list`")]
     NothingKnown(String),
     #[error(

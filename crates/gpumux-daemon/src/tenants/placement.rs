@@ -3,13 +3,14 @@
 use gpumux_core::{
     TenantSpec,
     admission::UserPolicy,
-    space::{self, Applicant, Curve, Decision, Interference, Program, Way},
+    space::{self, Applicant, Curve, Decision, Member, Program, Way},
 };
 
 use super::{faults::CrashCount, model::Tenant};
 use crate::{
     api::types::{CurveFrom, NewTenant, Placement},
     groups::{self, Key, Membership},
+    programs::Programs,
 };
 
 /// A tenant to be made, and what is known of it.
@@ -17,7 +18,7 @@ pub(super) struct Wish<'a> {
     pub(super) new: &'a NewTenant,
     /// Its group, if it may be in one.
     pub(super) key: Option<Key>,
-    pub(super) known: Option<&'a Program>,
+    pub(super) programs: &'a Programs,
     pub(super) utility: &'a (Vec<(u32, f64)>, Option<CurveFrom>),
     /// The fewest SMs of a device that it may use, if known.
     pub(super) sms: Option<u32>,
@@ -52,6 +53,7 @@ pub(super) struct Room<'a> {
 /// Time or space, as things are now.
 pub(super) fn decide(wish: &Wish<'_>, spec: &TenantSpec, room: &Room<'_>) -> Decision {
     let members = &room.members;
+    let known = known(wish, spec, room);
     let hinders = |it: &&Tenant| space::hinders(it.placement.sm_percent, spec.guaranteed);
     space::decide(&Applicant {
         sharing: wish.new.sharing,
@@ -61,7 +63,7 @@ pub(super) fn decide(wish: &Wish<'_>, spec: &TenantSpec, room: &Room<'_>) -> Dec
         room: groups::ROOM,
         unavailable: room.unavailable,
         faults: room.faults,
-        interference: (wish.known).and_then(|known| interference(members, spec, known)),
+        prediction: space::predict(&self::members(&known)),
         hindered: members.iter().any(hinders),
     })
 }
@@ -75,11 +77,14 @@ pub(super) fn place(
     entered: Option<Result<Membership, groups::GroupError>>,
     room: &Room<'_>,
 ) -> (Placement, Option<Membership>) {
+    let known = known(wish, spec, room);
+    let all = members(&known);
     let mut placement = Placement {
         way: Way::Time,
         reason: before.reason,
         trust: wish.key.as_ref().map(|key| key.trust.clone()),
         fingerprint: wish.new.fingerprint.clone(),
+        prediction: space::predict(&all),
         ..Placement::default()
     };
     let (Some(entered), Some(key)) = (entered, &wish.key) else {
@@ -101,15 +106,7 @@ pub(super) fn place(
     if placement.way == Way::Time {
         return (placement, None);
     }
-    let curve = |points: &[(u32, f64)]| Curve::of_percents(points.iter().copied());
-    let others: Vec<(&TenantSpec, Curve)> = (room.members.iter())
-        .map(|other| (&other.spec, curve(&other.utility)))
-        .collect();
-    let (points, from) = wish.utility;
-    let own = curve(points);
-    let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
-    all.push((spec, &own));
-    (placement.sm_percent, placement.curve) = confine(wish.new.sm_percent, &all, *from);
+    (placement.sm_percent, placement.curve) = confine(wish.new.sm_percent, &all, wish.utility.1);
     placement.ranks_per_gpu = Some(wish.new.ranks_per_gpu)
         .filter(|it| *it > 1)
         .unwrap_or(0);
@@ -131,12 +128,40 @@ fn spins(member: &Placement) -> space::Spinning {
     }
 }
 
-/// What was measured of a program beside as many others as are in a group now, of whom it would have its share by weight in
-/// turns.
-fn interference(members: &[&Tenant], spec: &TenantSpec, known: &Program) -> Option<Interference> {
-    let weights = members.iter().map(|it| it.spec.weight);
-    let weight = weights.fold(spec.weight, |sum, it| sum + it);
-    known.interference(members.len() as u32, spec.weight / weight)
+/// A tenant and what is known of its program.
+struct Known<'a> {
+    spec: &'a TenantSpec,
+    curve: Curve,
+    program: Program,
+}
+
+impl Known<'_> {
+    fn member(&self) -> Member<'_> {
+        Member {
+            spec: self.spec,
+            curve: &self.curve,
+            bandwidth: self.program.bandwidth().unwrap_or_default(),
+            duty: self.program.duty(),
+        }
+    }
+}
+
+/// The members of a group, and the new tenant as the last.
+fn known<'a>(wish: &Wish<'_>, spec: &'a TenantSpec, room: &Room<'a>) -> Vec<Known<'a>> {
+    let known = |spec, points: &[(u32, f64)], fingerprint: Option<&str>| Known {
+        spec,
+        curve: Curve::of_percents(points.iter().copied()),
+        program: (wish.key.as_ref().zip(fingerprint))
+            .and_then(|(key, name)| wish.programs.find(key.uid, name))
+            .unwrap_or_default(),
+    };
+    let of = |it: &&'a Tenant| known(&it.spec, &it.utility, it.placement.fingerprint.as_deref());
+    let own = known(spec, &wish.utility.0, wish.new.fingerprint.as_deref());
+    room.members.iter().map(of).chain([own]).collect()
+}
+
+fn members<'a>(known: &'a [Known<'_>]) -> Vec<Member<'a>> {
+    known.iter().map(Known::member).collect()
 }
 
 /// What is said of a new tenant's program, or else known of it, and which of both.
@@ -156,22 +181,22 @@ pub(super) fn utility(
 /// curves, where its own is from.
 fn confine(
     asked: Option<u32>,
-    members: &[(&TenantSpec, &Curve)],
+    members: &[Member],
     from: Option<CurveFrom>,
 ) -> (Option<u32>, Option<CurveFrom>) {
-    let Some(((spec, _), others)) = members.split_last() else {
+    let Some((own, others)) = members.split_last() else {
         return (None, None);
     };
     let (share, from) = match (asked, space::percentages(members)) {
         // Its own limit holds in any case.
         (Some(percent), _) => {
-            let most = space::percentage(spec, []).unwrap_or(100);
+            let most = space::percentage(own.spec, []).unwrap_or(100);
             (Some(percent.min(most)), None)
         }
         (None, Some(shares)) => (shares.last().copied(), from),
         (None, None) => {
-            let guaranteed = others.iter().map(|(spec, _)| spec.guaranteed);
-            (space::percentage(spec, guaranteed), None)
+            let guaranteed = others.iter().map(|it| it.spec.guaranteed);
+            (space::percentage(own.spec, guaranteed), None)
         }
     };
     (share.filter(|share| *share < 100), from)
@@ -179,7 +204,7 @@ fn confine(
 
 #[cfg(test)]
 mod tests {
-    use gpumux_core::Class;
+    use gpumux_core::{Class, space::Bandwidth};
 
     use super::{super::testing::new, *};
 
@@ -195,7 +220,13 @@ mod tests {
             Curve::default(),
         );
         let from = Some(CurveFrom::Measured);
-        let two = [(&spec, &none), (&spec, &small)];
+        let member = |spec, curve| Member {
+            spec,
+            curve,
+            bandwidth: Bandwidth::default(),
+            duty: 1.0,
+        };
+        let two = [member(&spec, &none), member(&spec, &small)];
         assert_eq!(confine(None, &two, from), (Some(20), from));
         assert_eq!(confine(None, &two[1..], from), (None, None), "the first");
         assert_eq!(confine(None, &[two[1]; 3], from), (None, None), "alike");
@@ -205,7 +236,7 @@ mod tests {
         // What is asked for comes first, and the limit before that.
         assert_eq!(confine(Some(30), &two, from), (Some(30), None));
         assert_eq!(confine(Some(100), &two, from), (None, None));
-        let limited = [two[0], (&half, &small)];
+        let limited = [two[0], member(&half, &small)];
         assert_eq!(confine(Some(70), &limited, from), (Some(50), None));
     }
 
@@ -244,19 +275,16 @@ mod tests {
 
     #[test]
     fn what_is_said_of_a_program_comes_before_what_is_known() {
-        let mut known = Program::default();
+        let known = |points: &[(u32, f64)]| Program::measured(points.iter().copied(), None);
         let said = NewTenant {
             utility: vec![(50, 1.0), (100, 1.5)],
             ..new("a")
         };
-        assert_eq!(utility(&new("a"), Some(&known)), (Vec::new(), None));
-        known.set_curve([(100, 2.0)]);
-        assert_eq!(
-            utility(&new("a"), Some(&known)).1,
-            None,
-            "one point is no curve"
-        );
-        known.set_curve([(25, 1.0), (100, 2.0)]);
+        assert_eq!(utility(&new("a"), Some(&known(&[]))), (Vec::new(), None));
+        let one = known(&[(100, 2.0)]);
+        let said_of = utility(&new("a"), Some(&one)).1;
+        assert_eq!(said_of, None, "one point is no curve");
+        let known = known(&[(25, 1.0), (100, 2.0)]);
         assert_eq!(
             utility(&new("a"), Some(&known)),
             (vec![(25, 1.0), (100, 2.0)], Some(CurveFrom::Measured))

@@ -63,6 +63,9 @@ impl Tenants {
     ) -> Result<(), TenantError> {
         check_fingerprint(Some(fingerprint))?;
         check_curve(&curve.curve)?;
+        if curve.bandwidth.is_some_and(|it| !it.is_valid()) {
+            return Err(TenantError::BadBandwidth);
+        }
         self.programs.teach(uid, fingerprint, curve);
         self.save_programs().await
     }

@@ -132,7 +132,7 @@ impl Simulation<'_> {
             room: ROOM,
             unavailable: None,
             faults: 0,
-            interference: None,
+            prediction: None,
             // Shares are divided anew when a member comes or goes.
             hindered: false,
         });
