@@ -3,14 +3,16 @@
 Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `vit` ViT-L training (batch 64, bf16: mostly
 matrix products, which need all SMs), `inference` a server of ResNet-50 requests
 back to back (one image, launched kernel by kernel: it cannot fill the GPU), `decode` a language model of GPT-2's size that makes token after token
-(launched kernel by kernel: a few SMs are enough for it), `parallel` a job on all GPUs, matrix products whose results are summed over them after each
+(launched kernel by kernel: a few SMs are enough for it), `triad` and `gemv` kernels that need all of the memory's bandwidth, `gemm` matrix products,
+`parallel` a job on all GPUs, matrix products whose results are summed over them after each
 layer, `left` and `right` training as `train` on the first and the second GPU, `latency` a client of a ResNet-50 CUDA graph that
 pauses between requests. The jobs are of class batch, the client is of class latency.
 Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
 `space` (gpumux: the jobs in one MPS group, the client outside), `equal` (the same, with the SMs divided evenly), `utility` (the same, with SM shares by scaling profiles that `gpumux profile`
-measures first, and that the daemon finds by the jobs' fingerprints).
+measures first, and that the daemon finds by the jobs' fingerprints; here in space also where the daemon predicts no gain).
 `throughput_rel` is the sum of each job's rate over its rate alone, the total utility, the client's requests per second among them; alone it is 1 by
-definition. `batch_rel` is that sum without the client.
+definition. `batch_rel` is that sum without the client, `spread_rel` its range over the rounds. `predicted_rel` of `utility` is what the daemon predicts for `batch_rel` in the
+group, `predicted_turns_rel` what it predicts for that in turns, which is `batch_rel` of `time`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "train": (["train", "--model", "resnet152"], STEPS),
     "vit": (["train", "--model", "vit_l_16", "--batch", "64"], STEPS),
     "inference": (["serve", "--model", "resnet50"], {"op": "repeat", "kind": "eager"}),
+    "triad": (["triad"], STEPS),
+    "gemv": (["gemv"], STEPS),
+    "gemm": (["gemm"], STEPS),
     "parallel": (["parallel"], STEPS),
     "left": (["train"], STEPS),
     "right": (["train", "--device", "1"], STEPS),
@@ -45,13 +50,18 @@ CASES = {
     "inference+train": ["inference", "train"],
     "decode+train": ["decode", "train"],
     "decode+vit": ["decode", "vit"],
+    "decode+triad": ["decode", "triad"],
+    "gemv+triad": ["gemv", "triad"],
+    "gemm+triad": ["gemm", "triad"],
+    "gemm+train": ["gemm", "train"],
+    "train+triad": ["train", "triad"],
     "inference+inference+inference": ["inference", "inference", "inference"],
     "parallel+parallel": ["parallel", "parallel"],
     "parallel+left+right": ["parallel", "left", "right"],
 }
 MODES = ["alone", "time-slicing", "mps", "time", "space", "equal", "utility"]
 DEFAULT_MODES = MODES[:-2]  # measuring the curves takes longer than all the rest
-PERCENTAGES = (10, 25, 50, 75, 100)
+PERCENTAGES = [10, 25, 50, 75, 100]
 # From a job's first work until it is warm: it builds its network, and lets libraries choose kernels.
 WARM_UP_S = 8.0
 ROUND_S = 2.0
@@ -75,6 +85,9 @@ class Equal(Space):
 class Utility(Space):
     """The same with SM shares by scaling profiles that the daemon has."""
 
+    points: Sequence[int] = PERCENTAGES
+    warm_up: float = WARM_UP_S
+
     def command(
         self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
     ) -> list[str]:
@@ -84,10 +97,10 @@ class Utility(Space):
 
     def profile_command(self, kind: str, seconds: float) -> list[str]:
         """Measures a kind of job, and has the daemon keep the curve under its name."""
-        points = ",".join(str(percent) for percent in PERCENTAGES)
+        points = ",".join(str(percent) for percent in self.points)
         options = ["--fingerprint", kind, "--points", points, "--seconds", f"{seconds:g}"]
         job = [sys.executable, str(common.WORKER), "--free", *KINDS[kind][0]]
-        return [self.binary, "profile", *options, "--warmup", f"{WARM_UP_S:g}", "--json", "--", *job]
+        return [self.binary, "profile", *options, "--warmup", f"{self.warm_up:g}", "--json", "--", *job]
 
     def profile(self, kind: str, seconds: float) -> dict[int, float]:
         """What a kind of job makes of percentages of the SMs, relative to all of them."""
@@ -99,24 +112,28 @@ class Utility(Space):
                 stdout=subprocess.PIPE,
                 stderr=err,
                 text=True,
-                timeout=len(PERCENTAGES) * (common.READY_S + WARM_UP_S + seconds + 30),
+                timeout=(len(self.points) + 1) * (common.READY_S + self.warm_up + 3 * seconds + 30),
             )
         if asked.returncode != 0:
             raise BenchError(f"no profile of {kind}: {common.tail(log)}")
-        points = json.loads(asked.stdout)["points"]
+        found = json.loads(asked.stdout)
+        points = found["points"]
         if unsteady := [it["percent"] for it in points if it["spread"] > STEADY]:
             common.say(f"{kind} was not steady at {unsteady}% of the SMs")
         curve = {it["percent"]: it["relative"] for it in points}
         common.say(f"{kind}: " + ", ".join(f"{percent}% of the SMs {it:.3f}" for percent, it in curve.items()))
+        common.say(f"{kind}: bandwidth {found['bandwidth']}")
         return curve
 
-    def check_curves(self, names: Iterable[str]) -> None:
-        """Raises BenchError unless these programs have their parts by curves that were measured."""
+    def predicted(self, names: Iterable[str]) -> dict[str, float]:
+        """What the daemon predicted of these programs in a group and in turns when the last of them started; BenchError if it knows too little."""
         placements = {tenant["name"]: tenant["placement"] for tenant in self.tenants_now()}
         mine = {name: placements[self.tenants[name]] for name in names}
         common.say(f"percentages of the SMs: { {name: it.get('sm_percent') for name, it in mine.items()} }")
-        if unknown := [name for name, it in mine.items() if it.get("curve") != "measured"]:
-            raise BenchError(f"the daemon has no curve of {', '.join(unknown)}")
+        last = list(mine.values())[-1].get("prediction")
+        if last is None:
+            raise BenchError(f"the daemon predicts nothing of {', '.join(mine)}")
+        return {"predicted_rel": last["in_group"], "predicted_turns_rel": last["in_turns"]}
 
 
 def mode(name: str, logs: Path) -> Mode:
@@ -142,6 +159,7 @@ class Cell:
         self.user = case.endswith("+latency")
         self.case, self.name = case, name
         self.answers: list[dict[str, dict[str, Any]]] = []
+        self.predicted: dict[str, float] = {}
 
     def have(self, crew: Crew) -> None:
         """Makes its programs run."""
@@ -157,8 +175,7 @@ class Cell:
             for name in self.jobs:
                 crew.close(name)
                 crew.have(wanted)
-            if len(set(self.jobs.values())) > 1:  # those that are alike have no parts
-                crew.mode.check_curves(self.jobs)
+            self.predicted = crew.mode.predicted(self.jobs)
 
     def measure(self, crew: Crew, seconds: float) -> None:
         """One more round."""
@@ -168,11 +185,11 @@ class Cell:
         together = [{name: order} for name, order in orders.items()] if self.name == "alone" else [orders]
         self.answers.append({name: it for part in together for name, it in crew.measure(seconds, part).items()})
 
-    def rates(self) -> dict[str, float]:
-        """Of each program, per second, over all rounds: steps or requests. A client that waits longer asks less often."""
+    def rates(self, rounds: slice = slice(None)) -> dict[str, float]:
+        """Of each program, per second, over all rounds or some: steps or requests. A client that waits longer asks less often."""
         found = {}
         for name in self.answers[0]:
-            mine = [answers[name] for answers in self.answers]
+            mine = [answers[name] for answers in self.answers[rounds]]
             done = sum(len(it["latencies_ms"]) if name == "server" else it["calls"] for it in mine)
             found[name] = done / sum(it["seconds"] for it in mine)
         return found
@@ -183,10 +200,16 @@ class Cell:
             values = {"throughput_rel": 1.0}
         else:
             rates = self.rates()
-            shares = [rates[name] / alone[kind] for name, kind in self.jobs.items()]
+
+            def parts(rates: dict[str, float]) -> list[float]:
+                return [rates[name] / alone[kind] for name, kind in self.jobs.items()]
+
+            shares = parts(rates)
+            sums = [sum(parts(self.rates(slice(n, n + 1)))) for n in range(len(self.answers))]
             common.say("rate of each job over its rate alone: " + ", ".join(f"{it:.3f}" for it in shares))
             total = sum(shares) + (rates["server"] / alone["server"] if self.user else 0)
             values = {"throughput_rel": total, "batch_rel": sum(shares), "least_rel": min(shares)}
+            values |= self.predicted | {"spread_rel": max(sums) - min(sums)}
         if self.user:
             values |= common.latency_values([ms for it in self.answers for ms in it["server"]["latencies_ms"]])
         return values
@@ -206,11 +229,14 @@ def main() -> int:
         "  GPUMUX=target/release/gpumux python3 bench/space.py\n"
         "  python3 bench/space.py --cases train+train+latency --modes alone,mps,space --seconds 8     (about 150 s)\n"
         "  python3 bench/space.py --cases inference+train --modes alone,mps,space,utility --seconds 8     (about 7 min)\n"
+        "  python3 bench/space.py --cases train+train,gemm+triad --modes time,utility --points 25,50,100 --warmup 4 --seconds 6     (about 8 min)\n"
         "  python3 bench/space.py --cases decode+vit --modes alone,mps,space --seconds 12 --together     (about 3 min)",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
     parser.add_argument("--cases", type=common.listed(list(CASES)), default=DEFAULT_CASES)
     parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
+    parser.add_argument("--points", type=lambda text: [int(it) for it in text.split(",")], default=PERCENTAGES, help="percentages of the SMs of a profile")
+    parser.add_argument("--warmup", type=float, default=WARM_UP_S, help="seconds from a job's first work until its profile is measured [%(default)s]")
     parser.add_argument(
         "--together",
         action="store_true",
@@ -219,7 +245,7 @@ def main() -> int:
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
-    rounds = max(1, round(seconds / ROUND_S)) if options.together else 1
+    rounds = max(1, round(seconds / ROUND_S))
     results = Results("space", options.out, list(CASES), MODES)
     kinds = list(dict.fromkeys(kind for case in options.cases for kind in CASES[case]))
     # Everything is relative to the rates alone, so they are measured in any case.
@@ -230,6 +256,7 @@ def main() -> int:
         with results.cell(name):
             crew = stack.enter_context(Crew(stack.enter_context(mode(name, logs))))
             if isinstance(crew.mode, Utility):
+                crew.mode.points, crew.mode.warm_up = options.points, options.warmup
                 for kind in kinds:
                     crew.mode.profile(kind, min(seconds, 4.0))
             return crew

@@ -274,6 +274,32 @@ class Training(Stepping):
         torch.cuda.current_stream().synchronize()
 
 
+class Kernels(Stepping):
+    """Kernels of one kind, eight in a step: `triad` and `gemv` move 1.5 GiB each and need all of the memory's bandwidth, `gemm` multiplies matrices and needs all SMs."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        def on_device(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+        if options.role == "triad":
+            a, b, c = (on_device(256 << 20) for _ in range(3))
+            self.kernel = lambda: torch.add(b, c, alpha=0.5, out=a)
+        elif options.role == "gemv":
+            matrix, vector = on_device(96 << 10, 8 << 10), on_device(8 << 10)
+            self.kernel = lambda: torch.mv(matrix, vector)
+        else:
+            a, b, c = (on_device(8 << 10, 8 << 10) for _ in range(3))
+            self.kernel = lambda: torch.matmul(b, c, out=a)
+        for _ in range(5):
+            self.step()
+
+    def step(self) -> None:
+        """Eight kernels."""
+        for _ in range(8):
+            self.kernel()
+        torch.cuda.current_stream().synchronize()
+
+
 class Pair:
     """Tokens and training in one process: a thread and a stream for each, in one context."""
 
@@ -314,6 +340,8 @@ def main() -> None:
     parallel.add_argument("--width", type=int, default=8192)
     parallel.add_argument("--batch", type=int, default=4096)
     parallel.add_argument("--layers", type=int, default=16)
+    for kernel in ("triad", "gemv", "gemm"):
+        roles.add_parser(kernel)
     roles.add_parser("shapes")
     tokens = roles.add_parser("generate")
     pair = roles.add_parser("pair")
@@ -341,7 +369,7 @@ def main() -> None:
         # A peer that schedules only streams that a program has made.
         torch.cuda.set_stream(torch.cuda.Stream())
     made = {
-        "serve": Server, "many": Many, "train": Training, "pair": Pair, "parallel": Parallel, "shapes": shapes.Shapes, "generate": generate.Generate,
+        "serve": Server, "many": Many, "triad": Kernels, "gemv": Kernels, "gemm": Kernels, "train": Training, "pair": Pair, "parallel": Parallel, "shapes": shapes.Shapes, "generate": generate.Generate,
     }  # fmt: skip
     grad = torch.enable_grad if options.role in ("train", "parallel") else torch.no_grad
     try:

@@ -51,7 +51,7 @@ class Modes(unittest.TestCase):
             mode = space.mode("utility", Path(folder))
             mode.folder = Path(folder)
             points = [{"percent": 25, "relative": 0.9, "spread": 0.5}, {"percent": 100, "relative": 1.0, "spread": 0}]
-            for code, output in (0, json.dumps({"points": points})), (1, ""):
+            for code, output in (0, json.dumps({"points": points, "bandwidth": None})), (1, ""):
                 done = subprocess.CompletedProcess([], code, output)
                 mode.binary = "gpumux"
                 with mock.patch("subprocess.run", return_value=done), mock.patch("common.say") as said:
@@ -72,8 +72,18 @@ class Modes(unittest.TestCase):
         shared.answers = [jobs | {"server": user}] * 3
         values = shared.values(alone.rates())
         self.assertEqual([round(values[it], 6) for it in ("batch_rel", "least_rel", "throughput_rel")], [1.1, 0.5, 1.5])
-        self.assertEqual(values["latency_p99_ms"], 2.0)
+        self.assertEqual((values["latency_p99_ms"], values["spread_rel"]), (2.0, 0.0))
         self.assertEqual(alone.values(alone.rates())["throughput_rel"], 1.0)
+
+    def test_prediction_is_that_of_the_last_job(self) -> None:
+        mode = space.mode("utility", Path("."))
+        mode.tenants = {"gemm-1": "a", "triad-2": "b"}
+        both = {"in_group": 1.7, "in_turns": 1.0}
+        tenants = [{"name": "a", "placement": {}}, {"name": "b", "placement": {"prediction": both}}]
+        with mock.patch.object(mode, "tenants_now", return_value=tenants), mock.patch("common.say"):
+            self.assertEqual(mode.predicted(mode.tenants), {"predicted_rel": 1.7, "predicted_turns_rel": 1.0})
+            with self.assertRaises(space.BenchError):
+                mode.predicted(["gemm-1"])
 
     def test_every_case_names_known_jobs(self) -> None:
         for case, kinds in space.CASES.items():
