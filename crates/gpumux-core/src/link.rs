@@ -43,7 +43,7 @@ const SLACK: f64 = 0.05;
 /// A tenant that copies less than this part of what the link carried does not count.
 const COPIES: f64 = 0.01;
 
-/// A link with less than this part of the most that it carried lately is not full.
+/// A link with less than this part of what it can carry, or carried lately if that was more, is not full.
 const FULL: f64 = 0.5;
 
 /// What remains of that after a look: half after two minutes.
@@ -60,6 +60,8 @@ pub struct Link {
     content: BTreeMap<TenantId, Content>,
     /// What each tenant copied a second at the last look.
     before: Rates,
+    /// What it can carry by its kind; 0: unknown.
+    capacity: f64,
     /// The most that it carried lately.
     most: f64,
     limits: Rates,
@@ -94,6 +96,11 @@ struct Content {
 }
 
 impl Link {
+    /// What it can carry by its kind, in bytes a second: tenants that copy little in all are never limited.
+    pub fn set_capacity(&mut self, capacity: u64) {
+        self.capacity = capacity as f64;
+    }
+
     /// Whether it is time to look.
     pub fn is_due(&self, now: Micros) -> bool {
         self.at.is_none_or(|at| at + LOOK <= now)
@@ -123,7 +130,7 @@ impl Link {
         // Of two looks: a program may have queued much in one.
         let lasting = carried.min(self.before.values().sum());
         self.most = (self.most * FADES).max(lasting);
-        let least = COPIES * self.most;
+        let least = COPIES * self.most.max(self.capacity);
         rates.retain(|_, rate| *rate > least);
         self.limits = match rates.len() {
             0 | 1 => {
@@ -176,7 +183,8 @@ impl Link {
         });
         let Some(carries) = kept else {
             let entitled = self.entitled(now, carried, rates, shares);
-            let is_known = rates.keys().eq(self.before.keys()) && carried >= FULL * self.most;
+            let is_known = rates.keys().eq(self.before.keys())
+                && carried >= FULL * self.most.max(self.capacity);
             let is_short = rates.iter().any(|it| is_short(&entitled, it));
             if !is_known || !is_short {
                 return Rates::new();

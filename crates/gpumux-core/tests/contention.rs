@@ -4,6 +4,8 @@
 //! that only reads memory takes the bandwidth for as long as its bytes need, and the part of a training step that half of the SMs
 //! do not slow down is taken to be memory's. Both are then demand and sensitivity alike.
 
+#![allow(clippy::disallowed_methods)] // what was measured is in files
+
 use std::{fs::File, path::Path};
 
 use gpumux_core::{

@@ -185,7 +185,7 @@ mod tests {
         first.claim(std::slice::from_ref(&gpu)).unwrap();
         first.claim(&[gpu.clone(), instance.clone()]).unwrap();
         let mut second = claims(machine.path());
-        let error = second.claim(&[instance.clone()]).unwrap_err();
+        let error = second.claim(std::slice::from_ref(&instance)).unwrap_err();
         let own = std::process::id();
         assert_eq!(error.holder.pid, own);
         let text = error.to_string();

@@ -33,6 +33,8 @@ pub(crate) struct Known {
     pub(crate) gpu: u32,
     /// Its SMs, if NVML tells.
     pub(crate) sms: Option<u32>,
+    /// What its link to the host can carry in one direction, in bytes a second, if NVML tells.
+    pub(crate) link: Option<u64>,
     pub(crate) memory_bytes: u64,
     /// Bytes in use, by whomever.
     pub(crate) memory_used: u64,
@@ -290,6 +292,7 @@ fn describe(
             name: device.name()?,
             gpu,
             sms: sms(&device),
+            link: link(&device),
             // What programs can have: the driver's own total is without what NVML reports as reserved.
             memory_bytes: memory.total.saturating_sub(memory.reserved),
             memory_used: memory.used,
@@ -339,6 +342,21 @@ fn sms(gpu: &Device<'_>) -> Option<u32> {
         _ => 128,
     };
     Some(gpu.num_cores().ok()? / each).filter(|sms| *sms > 0)
+}
+
+/// What a PCIe link of its generation and width carries (PCI Express Base Specification: transfers a second of a lane, less its encoding).
+fn link(gpu: &Device<'_>) -> Option<u64> {
+    const LANE: [u64; 6] = [
+        250_000_000,
+        500_000_000,
+        984_600_000,
+        1_969_200_000,
+        3_938_500_000,
+        7_563_000_000,
+    ];
+    let generation = gpu.max_pcie_link_gen().ok()? as usize;
+    let lane = LANE.get(generation.checked_sub(1)?).or(LANE.last())?;
+    Some(lane * u64::from(gpu.max_pcie_link_width().ok()?))
 }
 
 /// What is measured of a whole GPU, but for its memory.

@@ -604,7 +604,7 @@ mod tests {
             uid: 0,
             curve: Vec::new(),
             reported: false,
-            beside: Vec::new(),
+            bandwidth: None,
             profiled: false,
             learnt: 0,
         };

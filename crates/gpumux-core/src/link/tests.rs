@@ -249,3 +249,15 @@ proptest! {
         }
     }
 }
+
+/// Five programs whose requests bring an image each, on an H200: copies of one percent of what its link carries were limited, and requests waited for them.
+#[test]
+fn tenants_that_copy_little_in_all_are_never_limited() {
+    let mut model = Model::new();
+    model.link.set_capacity(CARRIES as u64);
+    let tenants = [copies(0.5, 0.002), copies(0.3, 0.02), copies(0.2, 0.1)];
+    for _ in 0..200 {
+        model.step(&tenants);
+        assert!(model.limits.is_empty());
+    }
+}

@@ -1,6 +1,6 @@
 //! Sessions that end while their processes live: the daemon was killed, or a lease expired on a busy machine.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map::Entry};
 
 use gpumux_core::{
     Class, Micros, TenantId,
@@ -216,9 +216,9 @@ fn play(seed: u64, horizon: Option<Micros>) -> (Micros, Vec<(Micros, TenantId, b
         let until = |world: &World, random: &mut Random| world.now + MS(50 + random.next(1500));
         if random.next(150) == 0 {
             let lost = 1 + random.next(3);
-            if !apart.contains_key(&lost) {
+            if let Entry::Vacant(place) = apart.entry(lost) {
                 let puppet = world.lose(lost);
-                apart.insert(lost, (until(&world, &mut random), puppet));
+                place.insert((until(&world, &mut random), puppet));
             }
         }
         if random.next(3000) == 0 {

@@ -11,6 +11,9 @@ use super::{device::Device, domain::Domain, state::State};
 /// A limit that differs by less is the same.
 const SAME: f64 = 0.02;
 
+/// What the link of a GPU is taken to carry of which NVML does not tell: PCIe 3.0 with 16 lanes. That of an emulated device may be any.
+const LINK: u64 = 15_754_000_000;
+
 /// What the domains of a tenant copy in one direction.
 #[derive(Clone, Copy, Debug, Default)]
 struct Copied {
@@ -49,8 +52,13 @@ impl State {
         for domain in device.domains.values_mut() {
             domain.note_copies(elapsed);
         }
+        let capacity = match device.emulated {
+            true => 0,
+            false => device.link.unwrap_or(LINK),
+        };
         let mut limits = BTreeMap::new();
         for (n, link) in device.links.iter_mut().enumerate() {
+            link.set_capacity(capacity);
             let mut copied: BTreeMap<TenantId, Copied> = BTreeMap::new();
             for domain in device.domains.values() {
                 let all = copied.entry(domain.who.tenant).or_default();

@@ -57,6 +57,8 @@ pub(super) struct Device {
     pub(super) runlist: Runlist,
     /// Its link to the host, by [`gpumux_wire::page::Direction`].
     pub(super) links: [Link; 2],
+    /// What that can carry in one direction, in bytes a second, if known.
+    pub(super) link: Option<u64>,
 }
 
 impl Device {
@@ -78,6 +80,7 @@ impl Device {
             looks: 0,
             runlist: Runlist::default(),
             links: Default::default(),
+            link: None,
         }
     }
 

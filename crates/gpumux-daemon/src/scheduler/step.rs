@@ -53,7 +53,8 @@ impl Engine {
             let used_by = known.used_by.as_ref().map(|used| &used.parts);
             foreign.see(&self.state, &known.uuid, known.processes, used_by);
             let policy = self.config.policy_of(&known.uuid);
-            self.state.device(known.uuid.clone(), policy);
+            let device = self.state.device(known.uuid.clone(), policy);
+            device.link = known.link;
             let state = &mut self.state;
             self.tampers.watch_frozen(state, &known.uuid, known.used_by);
             self.judge();

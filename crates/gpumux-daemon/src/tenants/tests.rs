@@ -227,6 +227,7 @@ async fn what_makes_no_sense_of_a_program_is_refused() {
     let of = |curve: &[(u32, f64)]| NewCurve {
         curve: curve.to_vec(),
         reported: false,
+        bandwidth: None,
     };
     for curve in [
         &[][..],

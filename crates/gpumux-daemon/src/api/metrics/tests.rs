@@ -6,7 +6,8 @@ use gpumux_core::Class;
 
 use super::*;
 use crate::api::types::{
-    ControlCost, Device, HintFigures, HostMemory, MoveFigures, Scheduler, TenantSpec,
+    CollectiveFigures, ControlCost, Device, HintFigures, HostMemory, MoveFigures, Scheduler,
+    TenantSpec,
 };
 
 pub(crate) fn example() -> Scrape {
