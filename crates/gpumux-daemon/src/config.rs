@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reference_is_up_to_date() {
+    fn configuration_reference_is_up_to_date() {
         let none = Config {
             state_dir: None,
             nvml: None,
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_changes_what_it_names() {
+    fn file_changes_only_its_keys() {
         let own = "GPU-5efc3a7e-70d7-750a-e943-dc5db632f589";
         let text = format!("policy = 'max-min'\n[devices.{own}]\npolicy = 'weighted'");
         let config = load(&text).unwrap();
@@ -556,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn quantities_are_spelled_as_on_the_command_line() {
+    fn file_quantities_read_as_on_the_command_line() {
         for (written, bytes) in [
             ("64G", 64 << 30),
             ("64Gi", 64 << 30),
@@ -591,7 +591,7 @@ mod tests {
     }
 
     #[test]
-    fn the_example_says_what_the_defaults_are() {
+    fn example_file_has_the_defaults() {
         let example = include_str!("../../../deploy/gpumux.toml");
         assert_eq!(load(example).unwrap(), Config::default());
         // With its examples switched on it must still make sense.
@@ -607,7 +607,7 @@ mod tests {
     }
 
     #[test]
-    fn declared_tenant_is_read_as_people_write_it() {
+    fn declared_tenant_is_read_with_units() {
         let config = load(
             "[tenants.'alice/web']\nclass = 'latency'\nmemory_guaranteed = '8GiB'\ngpu = ['0']\n\
              [tenants.web]\nguaranteed = 0.2",
@@ -620,7 +620,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn configuration_errors_name_key_and_value() {
         for (text, message) in [
             ("polcy = 'priority'", "polcy"),
             (

@@ -317,7 +317,12 @@ mod tests {
         assert!(taken(&path));
         std::fs::write(session_socket(&path), "").unwrap();
         drop(first);
-        assert!(!taken(&path));
+        // What another test starts has the lock, too, until it executes its program.
+        let free = (0..300).any(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            !taken(&path)
+        });
+        assert!(free);
         let pipe = parent.path().join("lock");
         mknodat(CWD, pipe, FileType::Fifo, Mode::RWXU, 0).unwrap();
         assert!(
@@ -379,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_in_a_public_place_is_refused() {
+    fn runtime_dir_that_is_a_link_is_refused() {
         let parent = tempfile::tempdir().unwrap();
         let (real, link) = (parent.path().join("real"), parent.path().join("link"));
         std::fs::create_dir(&real).unwrap();

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn user_s_own_section_comes_before_groups_before_defaults() {
+    fn user_section_comes_before_groups_before_defaults() {
         let config = config(
             "[defaults]\nmax_guaranteed = 0.1\nmax_tenants = 3\n\
              [unix_groups.ml]\nmax_guaranteed = 0.4\n\

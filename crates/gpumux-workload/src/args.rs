@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_is_consistent() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
     }
@@ -565,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn wrong_arguments_are_refused() {
         for line in [
             "latency --rate 0",
             "latency --rate -1",

@@ -547,7 +547,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_in_which_others_had_the_device_does_not_count() {
+    fn profile_leaves_out_time_of_other_tenants() {
         let from = Look {
             at: Instant::now(),
             work: 100,
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn a_profile_reads_as_it_is_given_to_run() {
+    fn profile_prints_what_run_takes() {
         let point = |percent, relative| Point {
             percent,
             rate: relative * 1000.0,
@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_checked() {
+    fn profile_times_out_of_range_are_refused() {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
         for wrong in ["0", "-1", "NaN", "3601", "x"] {
             assert!(seconds(wrong).is_err(), "{wrong}");

@@ -857,7 +857,7 @@ mod tests {
     }
 
     #[test]
-    fn tenants_of_one_name_are_told_apart_by_their_users() {
+    fn explanation_of_namesakes_names_their_users() {
         let of = |name: &str, user: &str, uid| Tenant {
             uid,
             user: user.into(),
@@ -919,7 +919,7 @@ mod tests {
     }
 
     #[test]
-    fn latency_tenant_that_never_stops_is_named_with_the_way_out() {
+    fn explanation_names_busy_latency_tenant_and_way_out() {
         let mut night = tenant(
             "night",
             Class::Standard,
@@ -1025,7 +1025,7 @@ mod tests {
     }
 
     #[test]
-    fn at_most_three_neighbours_are_named() {
+    fn explanation_names_at_most_three_neighbours() {
         let of = |n: usize| tenant(&format!("n{n}"), Class::Batch, vec![domain(false, "")]);
         let all: Vec<Tenant> = (0..9).map(of).collect();
         let explained = explain(&all[0], &all, &[], &[]);
@@ -1038,7 +1038,7 @@ mod tests {
     }
 
     #[test]
-    fn bound_on_the_wait_and_gpu_index_are_shown() {
+    fn explanation_has_wait_bound_and_gpu_index() {
         let mut web = tenant(
             "web",
             Class::Latency,
@@ -1064,7 +1064,7 @@ mod tests {
     }
 
     #[test]
-    fn guarantee_that_does_not_fit_is_shown_as_such() {
+    fn explanation_names_guarantee_that_does_not_fit() {
         let short = "More is guaranteed to the tenants on GPU-0 than it has";
         let mut all = [1, 2].map(|n| tenant(&n.to_string(), Class::Batch, vec![domain(false, "")]));
         assert!(!explain(&all[0], &all, &[], &[]).text.contains(short));
@@ -1073,7 +1073,7 @@ mod tests {
     }
 
     #[test]
-    fn received_shows_the_drivers_measure_where_it_differs() {
+    fn received_share_has_the_drivers_measure_if_it_differs() {
         let said = |measured: &[Option<f64>], group| {
             let with = |measured: &Option<f64>| Domain {
                 measured_share: *measured,
@@ -1104,7 +1104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guarantee_that_does_not_hold_in_a_group_is_named_with_whom_it_waits_for() {
+    fn guarantee_hindered_in_a_group_names_the_members() {
         let member = |name: &str, trust: &str, sm_percent| {
             let mut member = tenant(name, Class::Batch, vec![]);
             member.placement = Placement {
@@ -1136,7 +1136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn explanation_names_errors_and_tampering() {
         let mut broken = tenant("a", Class::Standard, vec![domain(false, "has its turn")]);
         broken.domains[0].error = Some("cannot freeze".into());
         broken.tampering = Some(crate::api::types::Tampering {
@@ -1155,7 +1155,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_and_groups_are_named_where_they_are_the_reason() {
+    fn explanation_names_memory_and_faults_that_hinder() {
         let mut sleeper = tenant("big", Class::Batch, vec![domain(true, AWAY)]);
         sleeper.memory = vec![MemoryShare {
             device: "GPU-0".into(),
@@ -1238,7 +1238,7 @@ mod tests {
 
     /// The reasons are the policies' own words: each that is explained must still be one of them.
     #[test]
-    fn every_reason_of_the_policies_has_a_sentence() {
+    fn every_policy_reason_has_a_sentence() {
         let source = include_str!("../../../gpumux-core/src/policy/schedule.rs");
         let body = source
             .split_once("fn run_state")

@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn the_module_is_known_by_its_own_words() {
+    fn kernel_module_is_known_by_its_version_line() {
         let open = driver_from(
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (x)\nGCC version: 12.2.0\n",
         );
