@@ -226,8 +226,7 @@ async fn what_makes_no_sense_of_a_program_is_refused() {
     }
     let of = |curve: &[(u32, f64)]| NewCurve {
         curve: curve.to_vec(),
-        reported: false,
-        bandwidth: None,
+        ..NewCurve::default()
     };
     for curve in [
         &[][..],
@@ -240,6 +239,16 @@ async fn what_makes_no_sense_of_a_program_is_refused() {
         let error = tenants.teach(0, "train", &of(curve)).await.unwrap_err();
         assert!(matches!(error, TenantError::BadCurve), "{error}");
     }
+    let bandwidth = Some(space::Bandwidth {
+        demand: 1.1,
+        sensitivity: 0.0,
+    });
+    let wrong = NewCurve {
+        bandwidth,
+        ..of(&[(100, 1.0)])
+    };
+    let error = tenants.teach(0, "train", &wrong).await.unwrap_err();
+    assert!(matches!(error, TenantError::BadBandwidth), "{error}");
     (tenants.teach(1000, "train", &of(&[(100, 1.0)])).await).unwrap();
     let error = tenants.unlearn(1001, "train").await.unwrap_err();
     assert!(matches!(error, TenantError::NothingKnown(_)), "{error}");
