@@ -59,7 +59,7 @@ Examples:
   gpumux run -d -- python train.py    in the background: see `gpumux logs train`
   gpumux run --strict -- ./job        refuse to run unmanaged
   gpumux run --trust team --class batch -- python train.py     beside others of team, at the same time
-  gpumux run --trust team --ranks-per-gpu 2 -- torchrun --nproc-per-node 4 train.py     4 ranks on 2 GPUs
+  gpumux run --trust team --ranks-per-gpu 2 -- torchrun --nproc-per-node 4 train.py     4 on 2 GPUs
   gpumux run --trust team --restart on-collateral --keep-memory -- python train.py
 
 The program and all that it starts are one tenant. If no daemon runs, one is started in the \
