@@ -610,7 +610,7 @@ mod tests {
         };
         let text = table(&[program]);
         assert!(
-            text.ends_with("python-1     root  runs  -             -\n"),
+            text.ends_with("python-1     root  runs  -             -       -\n"),
             "{text}"
         );
     }
