@@ -205,22 +205,29 @@ def in_rounds(
     logs: Path,
     folder: Path,
     together: Callable[[Jobs, dict[str, str], dict[str, float]], dict[str, float]],
+    own: bool = False,
 ) -> int:
-    """Measures pairs in all modes, in rounds; `together` gives the values of both jobs, by each pattern's rate alone in the same round or the one before."""
+    """Measures pairs in all modes, in rounds; `together` gives the values of both jobs, by each pattern's rate alone in the same round or the one before.
+
+    `own`: alone is the first mode's first job while the other is idle. The use of programs without gpumux could not be guaranteed to others.
+    """
     alone, notes = dict[str, float](), list[str]()
     names = lambda kind: JOBS[:1] if kind == "alone" else JOBS  # noqa: E731
     with ExitStack() as stack:
         start = lambda crew: crew.start(*names(crew.mode.name))  # noqa: E731
-        crews = begun(["alone", *options.modes], logs, lambda kind: Jobs(kind, folder), start, results, stack)
-        modes = list(crews)
+        crews = begun([*([] if own else ["alone"]), *options.modes], logs, lambda kind: Jobs(kind, folder), start, results, stack)
+        modes = ["alone", *(name for name in crews if name != "alone")]
+
+        def of(name: str) -> Jobs:
+            return crews[modes[1] if own and name == "alone" else name]
 
         def have(case: str, name: str) -> None:
-            crews[name].start(*names(name))
+            of(name).start(*names(name))
             for pattern in dict.fromkeys(pair(case).values()):
-                crews[name].rates(0.3, dict.fromkeys(names(name), pattern), 0.1)  # buffers and connections are made
+                of(name).rates(0.3, dict.fromkeys(names(name), pattern), 0.1)  # buffers and connections are made
 
         def measure(case: str, name: str, _: int) -> dict[str, Any]:
-            jobs, patterns = crews[name], pair(case)
+            jobs, patterns = of(name), pair(case)
             jobs.start(*names(name))
             if name != "alone":
                 return rounds.cell(**together(jobs, patterns, alone))
@@ -252,7 +259,8 @@ def pacing(options: argparse.Namespace, results: Results, logs: Path, folder: Pa
         assert isinstance(kind, Gpumux)
         if kind.name == "gangs":
             for job, share in zip(JOBS, ("0.7", "0.3")):
-                ordered(kind, "set", kind.tenants[job], "--guaranteed", share)
+                if error := ordered(kind, "set", kind.tenants[job], "--guaranteed", share):
+                    raise BenchError(error)
         jobs.rates(1.0, patterns)
         rates = jobs.rates(2 * options.seconds, patterns)
         one, two = (rates[job] / alone[patterns[job]] for job in JOBS)
@@ -262,7 +270,7 @@ def pacing(options: argparse.Namespace, results: Results, logs: Path, folder: Pa
                 ordered(kind, "set", kind.tenants[job], "--guaranteed", "0")
         return {"share_one": one / (one + two), "share_two": two / (one + two), "total_rel": one + two, "left_rel": left}
 
-    return in_rounds(options, results, logs, folder, together)
+    return in_rounds(options, results, logs, folder, together, own=True)
 
 
 # --- the storm ----------------------------------------------------------------------------------
