@@ -5,9 +5,9 @@
 //!
 //! Neither what the link can carry nor how much a tenant would like to copy is known, only how much it has copied. Both are found by a
 //! *trial*. While no tenant is limited, the sum of all rates is what the link carries. If a tenant has less than its share of that, the
-//! tenants above their shares are limited for one look. If the first then copies more, the limits stay, and else they are lifted. A tenant
-//! that does not take its share although it could is *content*: for a while, what it does not use is the others'. Limits are renewed by a
-//! new trial every [`KEEP`], since the link may carry more or less by then.
+//! tenants above their shares are limited for one look, or for up to [`HOLDS`] until their limits take effect. If the first then copies
+//! more, the limits stay, and else they are lifted. A tenant that does not take its share although it could is *content*: for a while, what
+//! it does not use is the others'. Limits are renewed by a new trial every [`KEEP`], since the link may carry more or less by then.
 //!
 //! Only while others are limited to their shares does a low rate show that a tenant is content. So nothing is ever lent by what it has
 //! while they have more: it would have less, and more would be lent.

@@ -21,7 +21,7 @@ use crate::{devices::Known, paths, peer::credentials};
 
 /// Looks that may wait to be answered.
 const BACKLOG: i32 = 128;
-/// A daemon that ends may have its claims for so many times 10 ms yet.
+/// A daemon that ends may keep its claims for up to this many times 10 ms.
 const ATTEMPTS: u32 = 30;
 
 /// Another daemon has a device.
@@ -103,7 +103,7 @@ impl Claims {
         Ok(())
     }
 
-    /// Lets go of the processes that have looked.
+    /// Closes the connections of daemons that asked for the holder.
     pub(crate) fn answer(&self) {
         for socket in self.held.values() {
             while rustix::net::accept(socket).is_ok() {}

@@ -2,6 +2,7 @@
 //!
 //! A collective's kernels on different devices wait for each other. Two such jobs in a group can wait without end: the kernel of one has the
 //! SMs of one device, that of the other those of another. That cannot happen while the thread blocks of all members fit beside each other.
+//! One collective at a time is counted for each process: communicators that it uses at the same time have these blocks each.
 //! NCCL reads its limit (`NCCL_MAX_CTAS`) when a process starts, so a new member gets half of what the others leave: something is left for the next.
 
 /// Thread blocks that NCCL takes at most by itself, in a kernel.

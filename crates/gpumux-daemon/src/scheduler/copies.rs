@@ -11,7 +11,7 @@ use super::{device::Device, domain::Domain, state::State};
 /// A limit that differs by less is the same.
 const SAME: f64 = 0.02;
 
-/// What the link of a GPU is taken to carry of which NVML does not tell: PCIe 3.0 with 16 lanes. That of an emulated device may be any.
+/// What a GPU's link is assumed to carry where NVML does not report it: PCIe 3.0 with 16 lanes. For an emulated device nothing is assumed.
 const LINK: u64 = 15_754_000_000;
 
 /// What the domains of a tenant copy in one direction.
@@ -85,7 +85,7 @@ impl State {
         }
     }
 
-    /// Tells a process what it may copy, if that is news.
+    /// Sends a process its limits if they changed.
     fn limit(&self, domain: &mut Domain, limits: [Option<u64>; 2]) {
         let before = domain.copies.limits;
         let same = |(a, b): (Option<u64>, Option<u64>)| match (a, b) {

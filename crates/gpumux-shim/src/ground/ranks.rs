@@ -1,8 +1,9 @@
 //! A rank's own device, where a job has more ranks than the machine has devices (`gpumux run --ranks-per-gpu`).
 //!
 //! A launcher such as `torchrun` starts a process for each rank, with its number in `LOCAL_RANK`, and programs use the device of that number.
-//! Here rank *i* of *N* devices is given device *i mod N* as its only one, and `LOCAL_RANK=0`: so all of `LOCAL_RANK`, `cuda:0` and a rank
-//! modulo the number of devices name it. PyTorch's `torchrun --virtual-local-rank` does the same where there is a device for each rank.
+//! Here rank *i* of a job on *N* devices is given device *i mod N* as its only one, and `LOCAL_RANK=0`: so all of `LOCAL_RANK`, `cuda:0`
+//! and a rank modulo the number of devices name it. PyTorch's `torchrun --virtual-local-rank` does the same where there is a device for
+//! each rank.
 //!
 //! The one thing that is done before the program begins, because it reads its environment then. Without the variable of `gpumux run`
 //! nothing is done. A process that inherits the changed environment finds its device the first of one.

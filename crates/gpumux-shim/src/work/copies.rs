@@ -25,7 +25,7 @@ use crate::{
     work::streams::{Key, STATES, insert, is_capturing},
 };
 
-/// Copies of so few bytes do not wait, but count.
+/// Copies of so few bytes do not wait. They count where the call names their direction ([`Way::Known`]).
 const SMALL: u64 = 64 << 10;
 /// What may be copied at once after a pause: as much as the rate allows in this time.
 const BURST: Duration = Duration::from_millis(5);
@@ -126,7 +126,7 @@ fn wait(slot: u32, direction: Direction, bytes: u64) {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Way {
     Known(Direction),
-    /// To and from what. Few bytes are not looked after.
+    /// To and from what. Few bytes do not count: the driver is not asked about their addresses.
     Between(CUdeviceptr, CUdeviceptr),
 }
 
