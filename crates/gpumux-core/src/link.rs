@@ -43,7 +43,7 @@ const SLACK: f64 = 0.05;
 /// A tenant that copies less than this part of what the link carried does not count.
 const COPIES: f64 = 0.01;
 
-/// A link with less than this part of what it can carry, or carried lately if that was more, is not full.
+/// A link with less than this part of what it can carry is not full.
 const FULL: f64 = 0.5;
 
 /// What remains of that after a look: half after two minutes.
@@ -101,6 +101,14 @@ impl Link {
         self.capacity = capacity as f64;
     }
 
+    /// What it can carry; where that is unknown, the most that it did. Programs count their copies themselves, and could count too many.
+    fn carries(&self) -> f64 {
+        match self.capacity > 0.0 {
+            true => self.capacity,
+            false => self.most,
+        }
+    }
+
     /// Whether it is time to look.
     pub fn is_due(&self, now: Micros) -> bool {
         self.at.is_none_or(|at| at + LOOK <= now)
@@ -130,7 +138,7 @@ impl Link {
         // Of two looks: a program may have queued much in one.
         let lasting = carried.min(self.before.values().sum());
         self.most = (self.most * FADES).max(lasting);
-        let least = COPIES * self.most.max(self.capacity);
+        let least = COPIES * self.carries();
         rates.retain(|_, rate| *rate > least);
         self.limits = match rates.len() {
             0 | 1 => {
@@ -183,8 +191,7 @@ impl Link {
         });
         let Some(carries) = kept else {
             let entitled = self.entitled(now, carried, rates, shares);
-            let is_known = rates.keys().eq(self.before.keys())
-                && carried >= FULL * self.most.max(self.capacity);
+            let is_known = rates.keys().eq(self.before.keys()) && carried >= FULL * self.carries();
             let is_short = rates.iter().any(|it| is_short(&entitled, it));
             if !is_known || !is_short {
                 return Rates::new();

@@ -92,6 +92,9 @@ impl Claims {
                         way: match holder.pid {
                             0 => "end one of them, or start this one where the device is not seen"
                                 .into(),
+                            _ if holder.uid == 0 && !getuid().is_root() => {
+                                "use root's (`gpumux ps`)".into()
+                            }
                             pid => format!(
                                 "use that one (`gpumux ps`), or end it with `kill {pid}` and start this one again"
                             ),

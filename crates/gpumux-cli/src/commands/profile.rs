@@ -39,7 +39,7 @@ Examples:
   gpumux profile --forget train
 
 The program runs once for every point, alone in a group, confined to so many percent of the SMs, and is ended \
-(SIGTERM) when it was measured. A last run is beside the probe, a program of gpumux's that takes all of the memory's bandwidth. It measures how much \
+(SIGTERM) when it was measured. A last run is beside the probe, a program of gpumux's that takes the memory's bandwidth. It measures how much \
 of the bandwidth the program takes from others (demand), and how much time it loses without it (sensitivity). Throughput is what it reports as done (gpumux_progress: tokens, samples), else the work (kernels, graphs) \
 that it gives to the device, per second in which no other tenant kept it waiting. Its standard output is discarded.
 
@@ -91,7 +91,7 @@ const END: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(20);
 /// Parts of a measurement that are compared with each other.
 const PARTS: u32 = 4;
-/// Percentage of the SMs with which the probe takes all of the bandwidth. The program has the rest.
+/// Percentage of the SMs of the probe. The program has the rest.
 const PROBE: u32 = 30;
 /// How long the probe warms up.
 const PROBE_WARMUP: Duration = Duration::from_secs(1);

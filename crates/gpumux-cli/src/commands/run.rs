@@ -165,8 +165,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let (tenant, shim) = match enter(&args, change, &mut program) {
         Ok(entered) => entered,
         Err(Failure::Refused(error)) => return Err(error.into()),
-        Err(Failure::Unmanaged(error)) if args.strict || args.detach => {
-            let flag = if args.strict { "--strict" } else { "--detach" };
+        Err(Failure::Unmanaged(error)) if args.strict || args.detach || args.ranks_per_gpu > 1 => {
+            let flag = match (args.strict, args.detach) {
+                (true, _) => "--strict",
+                (_, true) => "--detach",
+                // Its ranks would ask for GPUs that are not there.
+                _ => "--ranks-per-gpu",
+            };
             return Err(error.context(flag));
         }
         Err(Failure::Unmanaged(error)) => {
@@ -315,6 +320,8 @@ fn enter(
         program.env("GPUMUX_STRICT", "1");
     }
     if args.ranks_per_gpu > 1 {
+        // One of the caller's would make the job's own process a rank.
+        program.env_remove("LOCAL_RANK");
         program.env(RANKS_VARIABLE, args.ranks_per_gpu.to_string());
     }
     Ok((tenant, shim))

@@ -261,3 +261,20 @@ fn tenants_that_copy_little_in_all_are_never_limited() {
         assert!(model.limits.is_empty());
     }
 }
+
+/// A program can write its counts: the others have their shares all the same, once it stops.
+#[test]
+fn counts_of_more_than_a_link_can_carry_leave_the_others_their_shares() {
+    let mut model = Model::new();
+    model.link.set_capacity(CARRIES as u64);
+    let forged = BTreeMap::from([(TenantId(7), 22 << 40)]);
+    for _ in 0..3 {
+        model.now += LOOK;
+        model.link.look(model.now, &forged, |_| vec![1.0]);
+    }
+    let tenants = [copies(0.7, 2.0), copies(0.3, 2.0)];
+    model.run(20, &tenants);
+    let got = model.run(50, &tenants);
+    let part = got[0] / (got[0] + got[1]);
+    assert!((0.65..0.75).contains(&part), "{part}");
+}

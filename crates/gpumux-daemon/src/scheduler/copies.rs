@@ -68,8 +68,8 @@ impl State {
             let bytes = copied.iter().map(|(tenant, all)| (*tenant, all.bytes));
             let shares = |tenants: &[TenantId]| {
                 let bounds = self.bounds(policy, &tenants.iter().copied().collect());
-                let share = |tenant| bounds.get(tenant).map(|bound| bound.share);
-                tenants.iter().filter_map(share).collect()
+                let share = |tenant| bounds.get(tenant).map_or(0.0, |bound| bound.share);
+                tenants.iter().map(share).collect()
             };
             let own = link.look(now, &bytes.collect(), shares);
             for (id, domain) in &device.domains {
