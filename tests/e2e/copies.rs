@@ -8,7 +8,7 @@ use crate::memory::python;
 /// A node with a slow link: programs on a loaded machine fill it.
 fn node() -> Node {
     Node::with(Options {
-        profile: "hardware = { host_to_device = 100_000_000, device_to_host = 100_000_000 }",
+        profile: "hardware = { host_to_device = 40_000_000, device_to_host = 40_000_000 }",
         ..Options::default()
     })
 }
@@ -17,13 +17,13 @@ fn node() -> Node {
 const COPIES: &str = r#"
 import sys
 use_device()
-size, stream = ctypes.c_size_t(1 << 20), ctypes.c_void_p()
+size, stream = ctypes.c_size_t(1 << 18), ctypes.c_void_p()
 host, device = ctypes.c_void_p(), ctypes.c_uint64()
 call("cuStreamCreate", ctypes.byref(stream), 1)
 call("cuMemAllocHost_v2", ctypes.byref(host), size)
 call("cuMemAlloc_v2", ctypes.byref(device), size)
 while True:
-    for _ in range(4):
+    for _ in range(8):
         if sys.argv[1] == "in":
             call("cuMemcpyHtoDAsync_v2", device, host, size, stream)
         else:
@@ -70,7 +70,7 @@ fn copies_follow_guarantees_until_one_copies_alone() {
         let one = start("--name one --guaranteed 0.75");
         let _two = start("--name two --guaranteed 0.25");
         node.wait_tenant("two", |it| copied(it, way).1);
-        let part = part(&node, way, 200_000_000);
+        let part = part(&node, way, 120_000_000);
         assert!((0.65..0.85).contains(&part), "{part} {way}");
         let explained = node.gpumux(["explain", "two"]).run().ok().out;
         assert!(explained.contains("it copies"), "{explained}");

@@ -67,6 +67,8 @@ struct Stage {
     idle: Node,
     /// With two devices, for a tenant that moves between them.
     pair: Node,
+    /// Without a daemon, for those that the commands start.
+    bare: Node,
     _tenants: Vec<Process>,
     dir: tempfile::TempDir,
 }
@@ -131,6 +133,10 @@ impl Stage {
             busy,
             idle: Node::start(),
             pair,
+            bare: Node::with(Options {
+                without_daemon: true,
+                ..Options::default()
+            }),
             _tenants: tenants,
             dir,
         }
@@ -150,6 +156,8 @@ impl Stage {
             self.idle.on_device(words)
         } else if line.starts_with("gpumux move") {
             self.pair.on_device(words)
+        } else if line.contains("gpumux daemon") {
+            self.bare.on_device(words)
         } else {
             self.busy.on_device(words)
         };

@@ -17,16 +17,16 @@ use std::collections::BTreeMap;
 use crate::{Micros, TenantId};
 
 /// Least time between two looks. A program counts a copy when it submits it, up to a few hundred MB ahead.
-pub const LOOK: Micros = Micros::from_millis(200);
+pub const LOOK: Micros = Micros::from_secs(1);
 
 /// How long limits stay without a new trial.
-const KEEP: Micros = Micros::from_secs(10);
+const KEEP: Micros = Micros::from_secs(30);
 
 /// How long the limits of a trial may take to hold.
-const HOLDS: Micros = Micros::from_secs(1);
+const HOLDS: Micros = Micros::from_secs(2);
 
 /// How long a tenant is content for the first time, and after many.
-const CONTENT: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(8));
+const CONTENT: (Micros, Micros) = (Micros::from_secs(4), Micros::from_secs(32));
 
 /// A tenant is short that has less than this part of what it is entitled to.
 const SHORT: f64 = 0.92;
@@ -47,7 +47,7 @@ const COPIES: f64 = 0.01;
 const FULL: f64 = 0.5;
 
 /// What remains of that after a look: half after two minutes.
-const FADES: f64 = 0.9988;
+const FADES: f64 = 0.9942;
 
 /// By tenant: bytes a second, or a share.
 type Rates = BTreeMap<TenantId, f64>;

@@ -271,7 +271,16 @@ async fn process_whose_lease_expired_is_not_refused() {
         matches!(welcome, Some(Daemon::Welcome { .. })),
         "{welcome:?}"
     );
-    page.expire();
+    // An expiry is believed if the lease was not renewed.
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    let stall = (node.scheduler).ask(|answer| scheduler::Command::Stall(stopped, answer));
+    let expire = async {
+        tokio::time::sleep(2 * LOOKS * LOOK).await;
+        page.expire();
+        drop(stop);
+    };
+    let (stalled, ()) = tokio::join!(stall, expire);
+    stalled.unwrap();
     let device = node.driver.open();
     send(&session, &fake::group(0, 1), Some(device.as_fd()));
     assert_eq!(answer(&session).await, Some(Daemon::Bye));

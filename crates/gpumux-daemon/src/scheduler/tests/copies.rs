@@ -5,8 +5,8 @@ use gpumux_wire::{REVISION, message::COPYING, page::Direction};
 use super::*;
 
 const CARRIES: u64 = 50_000_000_000;
-/// How often the thread wakes up to renew the lease.
-const BEAT: Micros = Micros::from_millis(100);
+/// Between two steps of the thread.
+const BEAT: Micros = Micros::from_millis(500);
 
 /// Tenants 1 and 2 with these guarantees, and processes with libraries of this revision.
 fn bench(guaranteed: [f64; 2], revision: u32) -> Bench {
@@ -43,7 +43,7 @@ fn copy(bench: &mut Bench, limits: &mut [Option<u64>; 2], beats: u32, wants: [bo
         let one = one.min((CARRIES - two).max(CARRIES / 2));
         let rates = [one, two.min(CARRIES - one)];
         for (n, rate) in rates.into_iter().enumerate() {
-            let bytes = rate / 10;
+            let bytes = rate / 2;
             sums[n] += bytes;
             let slot = bench.pages[n].slot(n as u32 + 1).unwrap();
             slot.count_copy(Direction::ToHost, bytes);
@@ -67,8 +67,8 @@ fn copies_follow_guarantees_and_their_changes() {
     let mut bench = bench([0.7, 0.3], REVISION);
     let mut limits = [None; 2];
     copy(&mut bench, &mut limits, 8, [true, true]);
-    // Less than the ten seconds after which limits are lifted for a look.
-    let part = copy(&mut bench, &mut limits, 60, [true, true]);
+    // Less than the time after which limits are lifted for a look.
+    let part = copy(&mut bench, &mut limits, 40, [true, true]);
     assert!((0.68..0.72).contains(&part), "{part}");
     let shown = bench.domain(2).copies;
     assert_eq!(shown.to_device, types::Copying::default());
