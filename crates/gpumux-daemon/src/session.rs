@@ -57,6 +57,9 @@ const MAX_REJECTED: usize = 64;
 /// How long after the driver refused a group's controls the program's report that it has freed the group may take.
 const FREED: Duration = Duration::from_secs(3);
 
+/// The socket of a process that ends closes a moment before the process has ended.
+const ENDING: Duration = Duration::from_millis(100);
+
 /// Files held so per session: a control file, and the two of UVM that libcuda opens, told twice.
 const MAX_KEPT: usize = 8;
 
@@ -369,8 +372,12 @@ impl Sessions {
             let kept = std::mem::take(&mut session.kept);
             rest = Some(hold::until_ended(&self.scheduler, Left::Session(id), kept).await);
         }
-        // Its socket closes a moment before it has ended.
-        let alive = !held && !peer.fd.as_ref().is_some_and(|process| process.has_ended());
+        let ended = match &peer.fd {
+            Some(process) if held || *stop.borrow() => process.has_ended(),
+            Some(process) => tokio::time::timeout(ENDING, process.ended()).await.is_ok(),
+            None => false,
+        };
+        let alive = !held && !ended;
         tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
         self.links.remove(id);
         // Commands are carried out in order: a group that is still on its way is removed by this one.
