@@ -3,8 +3,8 @@
 //! Copy engines obey no timeslice: of a link that is full, all tenants that copy have equal parts. What can be set is the largest rate
 //! of a tenant. So the tenants that have more than their share are limited to it, and what they leave goes to the others.
 //!
-//! Neither what the link can carry nor how much a tenant would like to copy is known, only how much it has copied. Both are found by a
-//! *trial*. While no tenant is limited, the sum of all rates is what the link carries. If a tenant has less than its share of that, the
+//! Neither what the link carries now nor how much a tenant would like to copy is known, only how much it has copied. Its kind tells only
+//! when it is surely not full. Both are found by a *trial*. While no tenant is limited, the sum of all rates is what the link carries. If a tenant has less than its share of that, the
 //! tenants above their shares are limited for one look, or for up to [`HOLDS`] until their limits take effect. If the first then copies
 //! more, the limits stay, and else they are lifted. A tenant that does not take its share although it could is *content*: for a while, what
 //! it does not use is the others'. Limits are renewed by a new trial every [`KEEP`], since the link may carry more or less by then.

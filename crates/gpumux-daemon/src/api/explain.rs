@@ -975,7 +975,7 @@ mod tests {
             (domain.entitled_share, domain.received_share) = (entitled, received);
             super::explain(&all[0], &all, &[], &[], Some(most))
         };
-        // It receives its guarantee: what is left is the other's doing.
+        // It receives its guarantee, so nothing is advised for itself.
         let kept = advice(0.3, 0.29, &could_have(0.8));
         assert!(
             kept.why
