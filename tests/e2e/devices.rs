@@ -49,12 +49,35 @@ fn guarantee_is_booked_on_the_devices_that_are_named() {
     assert_eq!(all.status.code(), Some(125), "{}", all.err);
 }
 
+/// A program without the library that always has work.
+fn foreign(node: &Node) -> Process {
+    let program = ["workload", "batch", "--seconds", "600"].map(Into::into);
+    let program = std::iter::once(binary().into_os_string()).chain(program);
+    Process::start(&mut node.on_device(program))
+}
+
+/// The shortest timeslice gets nothing done between two of the driver's.
+#[test]
+fn batch_tenant_progresses_beside_a_foreign_process_and_a_latency_tenant() {
+    let node = Node::start();
+    let _latency = Process::start(&mut node.tenant(
+        "--class latency --name web",
+        "gpumux workload idle --seconds 600",
+    ));
+    let mut batch = Process::start(&mut node.tenant("--class batch --name night", TICKS));
+    batch.wait_lines(2);
+    let _foreign = foreign(&node);
+    node.wait_tenant("night", |it| {
+        it["domains"][0]["timeslice_us"].as_u64() == Some(2000)
+    });
+    let lines = batch.lines();
+    batch.wait_lines(lines + 5);
+}
+
 #[test]
 fn program_without_the_library_is_shown_as_foreign() {
     let node = Node::start();
-    let program = ["workload", "batch", "--seconds", "600"].map(Into::into);
-    let program = std::iter::once(binary().into_os_string()).chain(program);
-    let foreign = Process::start(&mut node.on_device(program));
+    let foreign = foreign(&node);
     let _own = Process::start(&mut node.tenant("--name own", TICKS));
     let found = wait_for("the foreign process", PATIENCE, || {
         let listing = listing(&node);

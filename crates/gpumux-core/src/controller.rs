@@ -123,6 +123,8 @@ pub enum Call {
     Device(Option<usize>, String, Costs),
     /// [`Controller::set_weight`]
     Weight(UserId, f64),
+    /// [`Controller::set_foreign`]
+    Foreign(usize, bool),
     /// [`Controller::looked`]
     Looked(usize),
     /// [`Controller::account_until`]
@@ -283,6 +285,13 @@ impl Controller {
         let before = self.weights.insert(user, weight).unwrap_or(1.0);
         if before != weight {
             self.devices.iter_mut().for_each(|it| it.dirty = true);
+        }
+    }
+
+    /// Whether processes that are not controlled use a device.
+    pub fn set_foreign(&mut self, device: usize, foreign: bool) {
+        if self.devices[device].set_foreign(foreign) {
+            self.note(Micros::ZERO, || Call::Foreign(device, foreign));
         }
     }
 

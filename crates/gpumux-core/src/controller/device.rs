@@ -69,6 +69,13 @@ impl Device {
         &*self.policy
     }
 
+    /// Whether that is new.
+    pub(super) fn set_foreign(&mut self, foreign: bool) -> bool {
+        let new = std::mem::replace(&mut self.snapshot.foreign, foreign) != foreign;
+        self.dirty |= new;
+        new
+    }
+
     pub(super) fn needs_plan(&self, now: Micros) -> bool {
         self.dirty || self.next.is_some_and(|next| next <= now)
     }

@@ -302,6 +302,7 @@ struct Stage<'a> {
     tuning: &'a Tuning,
     /// The largest, in µs.
     quantum: f64,
+    foreign: bool,
     cast: Vec<Actor<'a>>,
     rotates: bool,
     next: Option<u64>,
@@ -343,6 +344,7 @@ impl<'a> Stage<'a> {
             costs: &snapshot.costs,
             tuning,
             quantum,
+            foreign: snapshot.foreign,
             cast,
             rotates,
             next: None,
@@ -611,8 +613,9 @@ impl<'a> Stage<'a> {
             (Some(objective), _) => objective.0 / PATIENCE,
             (None, tolerated) => tolerated.map_or(0, |it| it.0),
         };
-        let least = latency.map(own);
-        let least = least.min().unwrap_or(0);
+        let least = latency.map(own).min().unwrap_or(0);
+        // A process that is not controlled keeps the device for the driver's timeslice. Between two of those the shortest gets nothing done.
+        let least = if self.foreign { MAX_PATIENCE } else { least };
         Timeslice(least.clamp(Timeslice::MIN.0, MAX_PATIENCE))
     }
 

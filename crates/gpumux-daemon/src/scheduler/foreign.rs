@@ -96,6 +96,12 @@ impl Foreigners {
         self.known.values().map(shown).collect()
     }
 
+    /// Whether one of them uses the device, as far as is known.
+    pub(super) fn compete(&self) -> bool {
+        let uses = |it: &Foreigner| it.used.is_none_or(|used| used >= admission::FOREIGN_COUNTS);
+        self.known.values().any(uses)
+    }
+
     /// For admission.
     pub(super) fn room(&self) -> Vec<admission::Foreign> {
         let used = |it: &Foreigner| {
@@ -141,8 +147,15 @@ mod tests {
         for used in [0.4, 0.4, 0.0] {
             foreign.look(vec![(process(7), Some(used), None)]);
         }
+        assert!(foreign.compete());
         let room = foreign.room();
         assert!((room[0].used - 0.3).abs() < 1e-9, "{room:?}");
         assert_eq!(room[0].name, "python (pid 7)");
+        for _ in 0..10 {
+            foreign.look(vec![(process(7), Some(0.0), None)]);
+        }
+        assert!(!foreign.compete());
+        foreign.look(vec![(process(7), None, None)]);
+        assert!(foreign.compete(), "nobody can tell");
     }
 }

@@ -50,6 +50,16 @@ fn an_objective_leaves_the_back_row_a_slice() {
 }
 
 #[test]
+fn foreign_work_ends_the_shortest_timeslice() {
+    let classes = [Class::Latency, Class::Batch];
+    let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+    let slice = |now: &Snapshot| shape(&plan(now, &mut Memory::default()))[1].0;
+    assert_eq!(slice(&now), 1);
+    now.foreign = true;
+    assert_eq!(slice(&now), 2_000);
+}
+
+#[test]
 fn launch_bound_program_keeps_its_share_by_timeslices() {
     let classes = [Class::Latency, Class::Batch];
     let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
