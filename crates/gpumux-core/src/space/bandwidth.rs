@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Bandwidth {
-    /// Part of its time, with all SMs and alone, in which it takes the bandwidth from others: 0 to 1.
+    /// Part of the bandwidth that it takes with all SMs and alone: 0 to 1.
     pub demand: f64,
     /// Time that is added to it, of that which it takes with all SMs and alone, while others take the bandwidth: 0 to 4.
     pub sensitivity: f64,
@@ -33,22 +33,31 @@ const FOUND: f64 = 1e-9;
 const ROUNDS: usize = 32;
 
 impl Bandwidth {
-    /// By what the program and the probe lose beside each other; `None` unless all had done something.
+    /// By what the program and the probe lose beside each other; `None` unless all did something.
     pub fn measured(seen: &BesideProbe) -> Option<Self> {
         let (probe, slower) = seen.probe;
         let all = [seen.whole, seen.alone, seen.beside, probe, slower];
         if !all.iter().all(|rate| rate.is_finite() && *rate > 0.0) {
             return None;
         }
-        // The program takes the bandwidth for `taken` of the time. Without the probe it would for less.
-        let taken = (probe / slower - 1.0).max(0.0);
+        // The probe takes all of the bandwidth: what it loses is what the program takes.
+        let taken = (1.0 - slower / probe).max(0.0);
         let added = (seen.whole / seen.beside - seen.whole / seen.alone).max(0.0);
-        let demand = (taken * seen.whole - added * seen.beside) / seen.beside;
+        let demand = taken * seen.whole / seen.beside;
         let found = Self {
             demand: demand.clamp(0.0, 1.0),
             sensitivity: added.min(MOST_SENSITIVE),
         };
         Some(found)
+    }
+
+    /// Its part of a time in which it and the probe both wait for memory, relative to the probe's. A program with fewer requests under way loses more
+    /// than it takes.
+    fn pressure(&self) -> f64 {
+        match self.sensitivity > self.demand {
+            true => self.demand / self.sensitivity,
+            false => 1.0,
+        }
     }
 
     /// Whether both numbers are within what they may be.
@@ -60,15 +69,15 @@ impl Bandwidth {
 /// Rates of programs that run at the same time, each relative to having the device alone. Each is given with its rate at its SMs
 /// without the others.
 ///
-/// A piece of work takes 1 / rate, and beside others its sensitivity times the part of the time in which they take the bandwidth.
-/// What is added to a program's time is spent in memory as well, so the rates depend on each other: they are found in rounds, each of
+/// A piece of work takes 1 / rate, and beside others its sensitivity times the part of the time in which they take the bandwidth, each by
+/// its pressure. What is added to a program's time is spent in memory as well, so the rates depend on each other: they are found in rounds, each of
 /// which adds to the last. Programs of which each takes all of the bandwidth share it evenly.
 pub(super) fn rates(programs: &[(f64, Bandwidth)]) -> Vec<f64> {
     let mut rates: Vec<f64> = programs.iter().map(|(alone, _)| *alone).collect();
     for _ in 0..ROUNDS {
         let taken: Vec<f64> = (programs.iter().zip(&rates))
             .map(|((alone, bandwidth), rate)| match *alone > 0.0 {
-                true => bandwidth.demand * rate + (1.0 - rate / alone),
+                true => bandwidth.pressure() * (bandwidth.demand * rate + (1.0 - rate / alone)),
                 false => 0.0,
             })
             .collect();
@@ -112,6 +121,27 @@ mod tests {
             assert!(all.iter().all(|rate| (rate - share).abs() < 1e-9));
         }
         assert_eq!(rates(&[(1.0, PROBE), (0.4, even(0.0))]), [1.0, 0.4]);
+    }
+
+    /// A program whose few requests wait behind the many of the probe: it loses three times what it takes.
+    #[test]
+    fn program_that_the_probe_crowds_out_has_its_demand() {
+        let (demand, alone) = (0.56, 0.74);
+        let beside = 1.0 / (1.0 / alone + 3.0 * demand);
+        let seen = BesideProbe {
+            whole: 1.0,
+            alone,
+            beside,
+            // The bandwidth is used up: the probe has what the program leaves.
+            probe: (1.0, 1.0 - demand * beside),
+        };
+        let found = Bandwidth::measured(&seen).expect("all had work");
+        assert!((found.demand - demand).abs() < 1e-9, "{found:?}");
+        // Beside its like it loses what it takes, no more.
+        let pair = rates(&[(alone, found); 2]);
+        let fair = rates(&[(alone, even(demand)); 2]);
+        assert!((pair[0] - fair[0]).abs() < 1e-6, "{pair:?} {fair:?}");
+        assert!(pair[0] > 1.3 * beside, "{pair:?}");
     }
 
     #[test]
@@ -183,12 +213,13 @@ mod tests {
         fn what_is_measured_beside_the_probe_is_what_it_was(
             alone in 0.1..=1.0_f64, own in bandwidth(), whole in 0.1..1e6_f64,
         ) {
-            let together = rates(&[(alone, own), (1.0, PROBE)]);
+            let beside = rates(&[(alone, own), (1.0, PROBE)])[0];
+            prop_assume!(own.demand * beside < 1.0);
             let seen = BesideProbe {
                 whole,
                 alone: alone * whole,
-                beside: together[0] * whole,
-                probe: (300.0, 300.0 * together[1]),
+                beside: beside * whole,
+                probe: (300.0, 300.0 * (1.0 - own.demand * beside)),
             };
             let found = Bandwidth::measured(&seen).expect("all had work");
             prop_assert!((found.demand - own.demand).abs() < 1e-3, "{found:?} {own:?}");
