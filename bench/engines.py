@@ -3,9 +3,11 @@
 `saturation`: `--requests` requests at once, of 128 tokens, which make 128. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`. Values:
 `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `taken` and `refused` granules of `elastic`.
 
-`tokens`: greedy tokens of the same requests, in rounds, while another tenant gets and loses memory at random on a device that has no more. Modes `stock`, `elastic`. Values:
-`equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made other batches, whose rounding differs), `taken` granules without a page in
-use, `moves` and `moved_gib` of granules with pages in use to the host, `changes` of the other tenant's memory. A request with other tokens in a round that counts fails the cell.
+`tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
+is left with less than its requests use. Modes `stock`, `elastic`. Values: `equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made
+other batches, whose rounding differs); `taken_free`, `taken_cached` and `taken_in_use`, granules taken from the engine by the state of their pages, as the engine's library counts them;
+`moves` of the engine's memory to the host and their `moved_gib`; `takes` of the other tenant, and `takes_refused`. A request with other tokens in a round that counts fails the cell, and so does a run in which
+no granule in use was taken.
 
 `start`: 2 and 6 servers that start at the same moment with vLLM's default part of the memory. Modes `stock`, `gpumux`. Values: `up` (servers that are there), `seconds` (until the last one is there).
 """
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -29,16 +32,17 @@ import common
 import kv
 import serve
 from common import BenchError, Gpumux, Mode, Results, Worker
-from memory import cell, started, wait_for
+from memory import cell
 
 GIB = 1 << 30
-LACKING = 384  # MiB that the other tenant of `tokens` takes from the engine at most
 CASES, STARTS = ["saturation", "tokens"], ["start-2", "start-6"]
 MODES = ["stock", "gpumux", "elastic"]
 LLAMA_3_1B = serve.LLAMA_3_8B | {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 PATIENCE_S = 120.0
+LEFT = 0.1, 0.8  # of what the engine's requests need
+LAST_S = 20.0  # for a round of `tokens` and the end
 
 
 class Budget:
@@ -47,9 +51,13 @@ class Budget:
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
 
+    def lasts(self, needed_s: float) -> bool:
+        """Whether there is so much."""
+        return time.monotonic() + needed_s <= self.end
+
     def check(self, needed_s: float) -> None:
         """Raises BenchError if there is less."""
-        if time.monotonic() + needed_s > self.end:
+        if not self.lasts(needed_s):
             raise BenchError(f"the budget is spent: less than {needed_s:.0f} s are left")
 
 
@@ -60,14 +68,14 @@ def mode_of(name: str, logs: Path) -> Iterator[Mode]:
         yield mode
 
 
-def engine(mode: Mode, name: str, options: argparse.Namespace, **more: Any) -> Worker:
+def engine(mode: Mode, name: str, options: argparse.Namespace, *flags: str, klass: str = "latency", **more: Any) -> Worker:
     """A server that starts."""
     arguments = {"attention_backend": options.attention, "enforce_eager": options.eager} | more
     if mode.name == "elastic":
         arguments["worker_cls"] = "gpumux.vllm.Worker"
     memory = arguments.pop("memory", options.memory)
-    given = [str(options.model), "--memory", str(memory), "--context", "4096", "--engine", json.dumps(arguments)]
-    return Worker(name, given, mode, "latency", serve.ENGINE)
+    given = [str(options.model), "--memory", str(memory), "--context", "4096", "--engine", json.dumps(arguments), *flags]
+    return Worker(name, given + (["--stand-in"] if options.stand_in else []), mode, klass, serve.ENGINE)
 
 
 def ready(worker: Worker, options: argparse.Namespace) -> None:
@@ -101,86 +109,107 @@ def saturation(mode: Mode, options: argparse.Namespace) -> dict[str, float]:
     return found | {name: state[name] for name in ("taken", "refused") if name in state}
 
 
-def greedy(worker: Worker, options: argparse.Namespace, rounds: int) -> list[dict[str, Any]]:
-    """The same requests, so many times."""
-    found = []
-    for _ in range(rounds):
-        options.left.check(5)
-        worker.send(greedy=[[160 + 3 * number, options.output] for number in range(48)])
-        found.append(worker.reply(PATIENCE_S))
-    return found
+def greedy(worker: Worker, options: argparse.Namespace, salt: int) -> dict[str, Any]:
+    """The same requests once more; with another salt the prefix cache serves none of them: a hit changes how a prompt is computed, and its rounding."""
+    options.left.check(5)
+    worker.send(greedy=[[160 + 3 * number, options.output] for number in range(48)], salt=f"round-{salt}")
+    return worker.reply(PATIENCE_S)
+
+
+class Taker:
+    """A tenant that is guaranteed what the engine leaves of `room` bytes, and takes a part of it again and again until it is stopped."""
+
+    def __init__(self, pool: Worker, room: int, needs: int) -> None:
+        self.pool, self.room, self.needs, self.random = pool, room, needs, random.Random(7)
+        self.takes, self.refused, self.wrong, self.error, self.stopped = 0, 0, 0, None, threading.Event()
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self.stopped.wait(self.random.uniform(0.02, 0.3)):
+            left = int(self.needs * self.random.uniform(*LEFT))
+            try:
+                self.wrong += kv.order(self.pool, "get", size=self.room - left, wait_s=60)["wrong"]
+                self.takes += 1
+                self.stopped.wait(self.random.uniform(0, 0.1))
+                kv.order(self.pool, "release")
+            except BenchError as error:
+                common.say(f"error: {error}")
+                self.refused += 1
+                if self.pool.process.poll() is not None:
+                    self.error = error
+                    return
+
+    def __enter__(self) -> Taker:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopped.set()
+        self.thread.join(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def taker(mode: Gpumux, needs: int, logs: Path, options: argparse.Namespace) -> Iterator[Taker]:
+    """Such a tenant, on a device that has so much room beside what the engine has."""
+    room = kv.bytes_of(options.room)
+    command = [sys.executable, str(kv.WORKER), "--bytes", str(2 * room + needs), "--page", str(2 * kv.MIB), *(["--no-torch"] if options.stand_in else [])]
+    # Of a higher class than the engine, which comes back as soon as there is room then.
+    with kv.pool(mode, "taker", command, "--class", "latency") as pool, kv.left(mode, room, logs) as free:
+        # What the engine has without a request is free for others.
+        own, all_of_it = kv.tenant(mode, "taker")["memory"][0]["in_use"], free + needs
+        most = own + all_of_it - int(needs * LEFT[0])
+        setting = [mode.binary, "set", mode.tenants["taker"], "--memory-guaranteed", f"{most // kv.MIB + 1}MiB"]
+        subprocess.run(setting, env=os.environ | mode.environment(), check=True, timeout=20)
+        common.say(f"the engine needs {needs // kv.MIB} of {all_of_it // kv.MIB} MiB")
+        with Taker(pool, all_of_it, needs) as other:
+            yield other
 
 
 def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
     """What each mode made, the second one beside a tenant that takes memory."""
-    # A hit in the prefix cache changes how a prompt is computed, and its rounding.
-    plain = {"kv_cache_memory_bytes": options.cache, "enable_prefix_caching": False}
+    plain: dict[str, Any] = {"kv_cache_memory_bytes": options.cache}
+    if options.graphs:
+        # Steps that only decode are CUDA graphs; nothing is compiled, which takes minutes.
+        plain |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     with mode_of("stock", logs) as mode:
         worker = engine(mode, "tokens", options, **plain)
         try:
             ready(worker, options)
-            base, again = greedy(worker, options, 2)
+            base, again = (greedy(worker, options, salt) for salt in range(2))
         finally:
             worker.close()
     same = sum(a == b for a, b in zip(base["tokens"], again["tokens"], strict=True))
     yield "stock", {"equal": same, "requests": len(base["tokens"]), "preempted": again["preempted"]}
     with mode_of("elastic", logs) as mode, ExitStack() as stack:
         assert isinstance(mode, Gpumux)
-        worker = engine(mode, "tokens", options, **plain)
+        # Its weights would go before its cache otherwise, since they are in larger pieces.
+        worker = engine(mode, "tokens", options, "--cold", klass="standard", **plain)
         stack.callback(worker.close)
         ready(worker, options)
-        rounds = greedy(worker, options, 1)
+        rounds = [greedy(worker, options, 0)]
         if "taken" not in rounds[0]:
             raise BenchError(f"the KV cache is not elastic: see {worker.log}")
-        taker = [sys.executable, str(kv.WORKER), "--bytes", str(6 * GIB), "--page", str(2 * kv.MIB)]
-        pool = stack.enter_context(kv.pool(mode, "taker", taker))
-        # The rest of the device is taken but for a part that is too small for the other tenant, to whom what it lacks is guaranteed:
-        # the engine must give granules, also such with pages in use.
-        free = lambda: kv.Api(mode).ask("GET", "/v1/memory")[0]["free"] // kv.MIB  # noqa: E731
-        rest = free() - 2 * 1024
-        file = logs / "ready-engines"
-        file.unlink(missing_ok=True)
-        ballast = [common.gpumux(), "workload", "idle", "--memory", f"{rest}MiB", "--seconds", "3600", "--ready-file", str(file)]
-        wait_for(file, stack.enter_context(started(mode, "rest", ballast, ["--memory-guaranteed", f"{rest + 64}MiB"])))
-        room, own = free(), kv.tenant(mode, "taker")
-        setting = [mode.binary, "set", own["name"], "--memory-guaranteed", f"{own['memory'][0]['in_use'] // kv.MIB + room + LACKING + 64}MiB"]
-        subprocess.run(setting, env=os.environ | mode.environment(), check=True, timeout=20)
-        common.say(f"{room} MiB are left for the taker")
-        stop, wrong = threading.Event(), []
-
-        def take() -> None:
-            sizes = [it * kv.MIB for it in (room + LACKING, room // 4, room + LACKING // 2, room // 2)]
-            for turn in range(10_000):
-                if stop.is_set():
-                    return
-                try:
-                    wrong.append(kv.order(pool, "shuffle", size=sizes[turn % 4])["wrong"])
-                except BenchError as error:
-                    common.say(f"error: the taker: {error}")
-                    return
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        try:
-            rounds += greedy(worker, options, options.rounds)
-        finally:
-            stop.set()
-            thread.join(PATIENCE_S)
-            moved = kv.tenant(mode, "tokens")["moves"]
-    if sum(wrong):
-        raise BenchError(f"{sum(wrong)} pages of the other tenant have other contents than were written")
-    found: dict[str, float] = {"equal": 0, "requests": 0, "other_rounds": 0, "changes": len(wrong), "taken": rounds[-1]["taken"], "refused": rounds[-1]["refused"]}
+        with taker(mode, rounds[0]["committed"], logs, options) as other:
+            while len(rounds) <= options.rounds and not other.error and options.left.lasts(LAST_S):
+                rounds.append(greedy(worker, options, len(rounds)))
+        if other.error or other.wrong:
+            raise other.error or BenchError(f"{other.wrong} pages of the other tenant have other contents than were written")
+        moved = kv.tenant(mode, "tokens")["moves"]
+    end = rounds[-1]
+    found: dict[str, float] = {"equal": 0, "requests": 0, "other_rounds": 0, "takes": other.takes, "takes_refused": other.refused, "refused": end["refused"]}
+    found |= {"taken_free": end["taken"] - end["taken_cached"], "taken_cached": end["taken_cached"], "taken_in_use": end["moved"]}
     found |= {"moves": moved["outs"], "moved_gib": moved["out_bytes"] / GIB}
-    before = 0
-    for one in rounds:
-        if one["preempted"] or one["refused"] > before:
+    for before, one in zip([rounds[0], *rounds], rounds):
+        refused = one["refused"] > before["refused"]
+        if one["preempted"] or refused and one["batches"] != base["batches"]:
             found["other_rounds"] += 1
         else:
             found["equal"] += sum(a == b for a, b in zip(base["tokens"], one["tokens"], strict=True))
             found["requests"] += len(base["tokens"])
-        before = one["refused"]
     if found["equal"] < found["requests"]:
         raise BenchError(f"other tokens without a refusal: {found}")
+    if not found["taken_in_use"]:
+        raise BenchError(f"no granule in use was taken: {found}")
     yield "elastic", found
 
 
@@ -208,24 +237,28 @@ def main() -> int:
     parser = common.parser(
         "Real vLLM with an elastic KV cache.",
         "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/engines.py --quick --budget 150\n"
-        "  GPUMUX=.bundle/bin/gpumux python3 bench/engines.py --cases tokens --rounds 20",
+        "  GPUMUX=.bundle/bin/gpumux python3 bench/engines.py --quick --cases tokens --rounds 21 --budget 450\n"
+        "  gpumux emu --profile FILE -- python3 bench/engines.py --cases tokens --stand-in --rounds 4 --output 16 --cache 192MiB --room 64MiB",
     )
     parser.add_argument("--cases", type=common.listed(CASES + STARTS), help="[all; with --quick all but start-6]")
     parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds for all [%(default)s]")
     parser.add_argument("--seconds", type=float, help="of `saturation`, at most [60; 20 with --quick]")
     parser.add_argument("--requests", type=int, default=64, help="of `saturation` [%(default)s]")
-    parser.add_argument("--rounds", type=int, help="of `tokens` [10; 3 with --quick]")
+    parser.add_argument("--rounds", type=int, help="of `tokens`, at most [21; 3 with --quick]")
     parser.add_argument("--output", type=int, default=64, help="tokens that a request of `tokens` makes [%(default)s]")
     parser.add_argument("--memory", type=float, default=0.5, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--cache", default="16GiB", help="of addresses for the KV cache [%(default)s]")
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="`tokens` with CUDA graphs")
+    parser.add_argument("--room", default="1GiB", help="of `tokens`, beside what the engine has [%(default)s]")
+    parser.add_argument("--stand-in", action="store_true", help="another engine in vLLM's place, also on the emulated device")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True, help="without CUDA graphs")
     options = parser.parse_args()
     logs = common.begin(options)
     options.cases = options.cases or CASES + (STARTS[:1] if options.quick else STARTS)
     options.seconds = options.seconds or (20.0 if options.quick else 60.0)
-    options.rounds = options.rounds or (3 if options.quick else 10)
+    options.rounds = options.rounds or (3 if options.quick else 21)
     options.cache, options.left = kv.bytes_of(options.cache), Budget(options.budget)
     package = str(common.BENCH.parent / "python")
     os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])

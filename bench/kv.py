@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import common
-from common import BenchError, Gpumux, Results, Worker
-from memory import Api, cell, started, wait_for
-from residency import Nvml
+from common import BenchError, Gpumux, Mode, Results, Worker
+from memory import Api, cell, holder, started, wait_for
+from residency import Nvml, until
 
 WORKER = Path(__file__).resolve().parent / "kv_worker.py"
 GIB, MIB = 1 << 30, 1 << 20
@@ -67,6 +67,20 @@ def order(process: Worker, do: str, **arguments: Any) -> dict[str, Any]:
     """Its answer."""
     process.send(do=do, **arguments)
     return process.reply(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def left(mode: Gpumux, size: int, logs: Path) -> Iterator[int]:
+    """About so many bytes are free for tenants, and how many: a program that is none has the rest. An idle tenant's would be lent to others."""
+    device = Api(mode).ask("GET", "/v1/devices")[0]
+    free = lambda: Api(mode).ask("GET", "/v1/memory")[0]["free"]  # noqa: E731
+    before, ready = free(), logs / "ready-rest"
+    rest = (before - size - device["context_bytes"]) // MIB
+    ready.unlink(missing_ok=True)
+    with started(Mode("alone", logs), "rest", holder(f"{rest}MiB", ready)) as holding:
+        wait_for(ready, holding)
+        until("the daemon's look at the device", 10, lambda: free() < before - rest * MIB // 2)
+        yield free()
 
 
 def tenant(mode: Gpumux, name: str) -> dict[str, Any]:
@@ -150,15 +164,11 @@ def one(mode: Gpumux, owner: Worker, borrower: Worker, case: str, condition: str
 def random_takes(results: Results, _cases: Sequence[str], _modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """Two pools on what a third tenant leaves."""
     with cell(results, "random", logs), Gpumux("gpumux", logs) as mode, contextlib.ExitStack() as stack:
-        room, total, rng = bytes_of(options.room), Nvml().memory().total, random.Random(7)
-        ready = logs / "ready-kv"
-        ready.unlink(missing_ok=True)
-        rest = max(total - 2 * room, MIB) // MIB
-        ballast = [common.gpumux(), "workload", "idle", "--memory", f"{rest}MiB", "--seconds", "3600", "--ready-file", str(ready)]
-        wait_for(ready, stack.enter_context(started(mode, "rest", ballast, ["--memory-guaranteed", f"{rest + 64}MiB"])))
+        room, rng = bytes_of(options.room), random.Random(7)
         # Of a guarantee, what others have as a cache or in use comes, too.
         promise = ["--memory-guaranteed", str(room // 3)]
         pools = [stack.enter_context(pool(mode, f"pool-{n}", worker(room * 2, options, "--salt", str(n + 3)), *promise)) for n in range(2)]
+        stack.enter_context(left(mode, 2 * room, logs))
         begin, changes, sums = time.monotonic(), 0, {"wrong": 0, "lost": 0, "refused": 0}
         taken = 0
         while taken < options.takes and time.monotonic() < begin + options.seconds:

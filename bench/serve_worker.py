@@ -1,7 +1,7 @@
 """A vLLM engine under measurement by `serve.py`: takes requests of given lengths at given times, as torch_worker.py takes orders.
 
-An engine is anything with `add(name, prompt, output)`, `step()` (which gives the name and number of tokens so far of requests that moved), `busy()`
-and `drop(names)`.
+An engine is anything with `add(name, prompt, output)`, `step()` (which gives the name and number of tokens so far of requests that moved; `last` has
+their tokens), `busy()`, `drop(names)`, `preempted()` and `elastic()`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 
 def prompt_of(name: str, length: int) -> list[int]:
@@ -38,39 +41,60 @@ class Vllm:
             max_model_len=options.context,
             **options.engine,
         ).llm_engine
+        core = self.engine.engine_core
+        # In a process of its own it is not seen.
+        self.scheduler = getattr(getattr(core, "engine_core", core), "scheduler", None)
+        self.blocks = getattr(self.scheduler, "gpumux", None)
+        self.last: dict[str, Sequence[int]] = {}
+        if options.cold and self.blocks:
+            import gpumux
 
-    def add(self, name: str, prompt: int, output: int) -> None:
-        """A request of so many tokens, which makes exactly so many."""
+            memory = self.blocks.memory
+            gpumux.advise(memory.address, memory.header.bytes, gpumux.COLD)
+
+    def add(self, name: str, prompt: Sequence[int], output: int, salt: str | None = None) -> None:
+        """A request, which makes exactly so many tokens; the prefix cache serves only requests of the same salt."""
         sampling = self.vllm.SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False, temperature=0.0)
-        self.engine.add_request(name, {"prompt_token_ids": prompt_of(name, prompt)}, sampling)
+        salted = {"cache_salt": salt} if salt else {}
+        self.engine.add_request(name, {"prompt_token_ids": prompt, **salted}, sampling)
 
     def step(self) -> list[tuple[str, int]]:
         """One step of the batch."""
-        return [(it.request_id, len(it.outputs[0].token_ids)) for it in self.engine.step()]
+        self.last = {it.request_id: it.outputs[0].token_ids for it in self.engine.step()}
+        return [(name, len(made)) for name, made in self.last.items()]
 
     def busy(self) -> bool:
         """Whether requests are unfinished."""
         return self.engine.has_unfinished_requests()
 
-    def greedy(self, requests: list[list[int]]) -> dict[str, Any]:
-        """All of these requests (tokens given, tokens made) at once: the tokens of each, how often they were preempted, and the elastic cache."""
-        made, preempted = dict[str, list[int]](), 0
-        for number, (prompt, output) in enumerate(requests):
-            self.add(f"greedy-{number}", prompt, output)
-        core = self.engine.engine_core
-        scheduler = getattr(core, "engine_core", core).scheduler
-        while self.engine.has_unfinished_requests():
-            for it in self.engine.step():
-                made[it.request_id] = list(it.outputs[0].token_ids)
-            preempted = max(preempted, sum(it.num_preemptions for it in scheduler.requests.values()))
-        tokens = [made[f"greedy-{number}"] for number in range(len(requests))]
-        blocks = getattr(scheduler, "gpumux", None)
-        more = {"refused": blocks.refused, "taken": blocks.memory.taken(), "committed": blocks.memory.committed()} if blocks else {}
-        return {"tokens": tokens, "preempted": preempted} | more
+    def preempted(self) -> int:
+        """How often requests that are there were preempted."""
+        return sum(it.num_preemptions for it in self.scheduler.requests.values())
+
+    def elastic(self) -> dict[str, int]:
+        """What became of an elastic cache; empty without one."""
+        if not self.blocks:
+            return {}
+        memory = self.blocks.memory
+        return {"refused": self.blocks.refused, "committed": memory.committed(), **memory.losses()}
 
     def drop(self, names: Iterable[str]) -> None:
         """Forgets requests."""
         self.engine.abort_request(list(names))
+
+
+def greedy(engine: Any, requests: list[list[int]], salt: str | None) -> dict[str, Any]:
+    """All of these requests (tokens given, tokens made) at once: the tokens of each, how many requests each step moved, how often they were preempted, and
+    the elastic cache."""
+    made, batches, preempted = dict[str, list[int]](), list[int](), 0
+    for number, (prompt, output) in enumerate(requests):
+        engine.add(f"greedy-{number}", prompt_of(f"greedy-{number}", prompt), output, salt)
+    while engine.busy():
+        batches.append(len(engine.step()))
+        made |= {name: list(tokens) for name, tokens in engine.last.items()}
+        preempted = max(preempted, engine.preempted())
+    tokens = [made[f"greedy-{number}"] for number in range(len(requests))]
+    return {"tokens": tokens, "batches": batches, "preempted": preempted} | engine.elastic()
 
 
 def replay(engine: Any, order: dict[str, Any], now: Callable[[], float], sleep: Callable[[float], None], turn: int = 0) -> dict[str, Any]:
@@ -83,7 +107,7 @@ def replay(engine: Any, order: dict[str, Any], now: Callable[[], float], sleep: 
         while coming < len(requests) and start + requests[coming][0] <= moment:
             name = f"{turn}-{coming}"
             names[name] = coming
-            engine.add(name, requests[coming][1], requests[coming][2])
+            engine.add(name, prompt_of(name, requests[coming][1]), requests[coming][2])
             coming += 1
         if not engine.busy():
             if coming == len(requests) and order.get("ends"):
@@ -109,6 +133,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.35)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--cold", action="store_true", help="of an elastic cache, pages in use move before other memory")
+    parser.add_argument("--stand-in", action="store_true", help="without vLLM: see standin.py")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -118,7 +144,10 @@ def main() -> None:
         answers.flush()
 
     try:
-        engine = Vllm(options)
+        made: Any = Vllm
+        if options.stand_in:
+            from standin import StandIn as made
+        engine = made(options)
         begin = time.monotonic()
         warm = {"start": begin, "stop": begin + 10.0, "requests": [[0.0, 512, 32], [0.1, 64, 64]], "ends": True}
         replay(engine, warm, time.monotonic, lambda s: time.sleep(max(0.0, s)), turn=-1)
@@ -131,7 +160,7 @@ def main() -> None:
         order = json.loads(line)
         try:
             if "greedy" in order:
-                answer(**engine.greedy(order["greedy"]))
+                answer(**greedy(engine, order["greedy"], order.get("salt")))
                 continue
             answer(**replay(engine, order, time.monotonic, lambda s: time.sleep(max(0.0, s)), turn))
         except Exception as error:

@@ -108,8 +108,9 @@ struct gpumux_range {
     uint64_t granule;      /* bytes of a granule */
     uint64_t granules;     /* their number */
     uint64_t target;       /* bytes of memory that the range should keep: less than `bytes` while others lack room */
-    uint64_t taken;        /* how many granules others have taken */
-    uint64_t reserved[2];
+    uint64_t taken;        /* how many granules without a use others have taken */
+    uint64_t taken_cached; /* those of them that were a cache */
+    uint64_t moved;        /* how often a granule in use was moved to the host */
     uint32_t words[];      /* of each granule: its state, and above that how often it has lost its memory */
 };
 

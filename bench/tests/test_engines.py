@@ -1,12 +1,15 @@
 """What the benchmark of engines takes from one."""
 
 import argparse
+import ctypes
 import unittest
+import warnings
 from pathlib import Path
 from unittest import mock
 
 import engines
 import serve_worker
+import standin
 from common import BenchError, Mode
 from tests.test_serve import Engine
 
@@ -28,7 +31,7 @@ class Fake:
 
 
 def options(**others: object) -> argparse.Namespace:
-    given = {"left": engines.Budget(100), "seconds": 9.0, "requests": 2, "cache": 1 << 30, "attention": "X", "eager": True, "memory": 0.5, "model": Path("m")}
+    given = {"left": engines.Budget(100), "seconds": 9.0, "requests": 2, "cache": 1 << 30, "attention": "X", "eager": True, "memory": 0.5, "model": Path("m"), "stand_in": False}
     return argparse.Namespace(**given | others)
 
 
@@ -45,9 +48,10 @@ class Cells(unittest.TestCase):
     def test_elastic_mode_has_the_worker_class(self) -> None:
         with mock.patch.object(engines, "Worker") as made:
             engines.engine(Mode("elastic", Path(".")), "engine", options())
-            engines.engine(Mode("gpumux", Path(".")), "engine", options())
-        given = [call.args[1][-1] for call in made.call_args_list]
-        self.assertEqual([("gpumux.vllm.Worker" in it) for it in given], [True, False])
+            engines.engine(Mode("gpumux", Path(".")), "engine", options(stand_in=True), "--cold")
+        given = [call.args[1] for call in made.call_args_list]
+        self.assertEqual([("gpumux.vllm.Worker" in it[6]) for it in given], [True, False])
+        self.assertEqual(given[1][7:], ["--cold", "--stand-in"])
 
     def test_spent_budget_ends_a_cell(self) -> None:
         with self.assertRaisesRegex(BenchError, "budget"):
@@ -58,6 +62,58 @@ class Cells(unittest.TestCase):
         order = {"start": engine.now, "stop": engine.now + 60, "requests": [[0.0, 5, 3]], "ends": True}
         answer = serve_worker.replay(engine, order, lambda: engine.now, lambda _s: self.fail("it waits"))
         self.assertEqual(answer["tokens"], [3])
+
+
+class StandIn(unittest.TestCase):
+    def setUp(self) -> None:
+        given = argparse.Namespace(engine={"kv_cache_memory_bytes": 8 << 20}, cold=False)
+        driver = mock.Mock(call=self.call)
+        with warnings.catch_warnings(), mock.patch.object(standin.kv, "_Driver", return_value=driver), mock.patch.object(standin.kv, "_backing", self.memory):
+            warnings.simplefilter("ignore")
+            self.engine = standin.StandIn(given)
+
+    @staticmethod
+    def memory(_device: int, size: int, granule: int, _fallback: bool) -> object:
+        return standin.kv._Host(size, granule)
+
+    @staticmethod
+    def call(name: str, to: object, *rest: object) -> None:
+        if name == "cuMemsetD32_v2":
+            value, count = rest
+            ctypes.memmove(to.value, value.to_bytes(4, "little") * count.value, 4 * count.value)
+        else:
+            at, size = rest
+            ctypes.memmove(to, at.value, size.value)
+
+    def made(self) -> dict:
+        return serve_worker.greedy(self.engine, [[20, 5], [33, 8]], "salt")
+
+    def test_tokens_are_the_same_again_and_cost_their_pages(self) -> None:
+        first, again = self.made(), self.made()
+        self.assertEqual(first["tokens"], again["tokens"])
+        self.assertEqual([len(it) for it in first["tokens"]], [5, 8])
+        self.assertEqual(first["batches"], [2] * 5 + [1] * 3)
+        self.assertEqual(self.engine.pool.limits().in_use, 0)
+
+    def test_one_wrong_byte_makes_other_tokens(self) -> None:
+        right = self.made()["tokens"]
+        step, steps = self.engine.step, iter(range(100))
+
+        def spoilt() -> list:
+            if next(steps) == 3:
+                ctypes.memset(self.engine.at(self.engine.open["greedy-1"], 30) + 4095, 0x5A, 1)
+            return step()
+
+        with mock.patch.object(self.engine, "step", spoilt):
+            found = self.made()["tokens"]
+        self.assertEqual((found[0] == right[0], found[1][:3] == right[1][:3], found[1][3:] == right[1][3:]), (True, True, False))
+
+    def test_refused_memory_makes_a_request_wait(self) -> None:
+        right = self.made()["tokens"]
+        alloc, refusals = self.engine.pool.alloc, iter(range(3))
+        with mock.patch.object(self.engine.pool, "alloc", lambda count, wait_s: alloc(count) if next(refusals, None) is None else None):
+            self.assertEqual(self.made()["tokens"], right)
+        self.assertEqual(self.engine.refused, 3)
 
 
 if __name__ == "__main__":

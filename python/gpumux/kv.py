@@ -79,7 +79,11 @@ class Limits:
     cached: int
     """Pages that are a cache, some of which may be gone."""
     taken: int
-    """How many granules others have taken since it was made."""
+    """How many granules without a page in use others have taken since it was made."""
+    taken_cached: int
+    """Those of them that were a cache."""
+    moved: int
+    """How often a granule with pages in use was moved to the host."""
 
 
 class _Header(ctypes.Structure):
@@ -87,7 +91,7 @@ class _Header(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_uint64)
-        for name in ("address", "bytes", "granule", "granules", "target", "taken", "reserved0", "reserved1")
+        for name in ("address", "bytes", "granule", "granules", "target", "taken", "taken_cached", "moved")
     ]
 
 
@@ -155,8 +159,8 @@ class _Elastic:
     def target(self) -> int:
         return int(self.header.target)
 
-    def taken(self) -> int:
-        return int(self.header.taken)
+    def losses(self) -> dict[str, int]:
+        return {name: int(getattr(self.header, name)) for name in ("taken", "taken_cached", "moved")}
 
     def close(self) -> None:
         _range_free(self.address)
@@ -189,8 +193,8 @@ class _Plain:
 
     target = committed
 
-    def taken(self) -> int:
-        return 0
+    def losses(self) -> dict[str, int]:
+        return {"taken": 0, "taken_cached": 0, "moved": 0}
 
 
 class _Device(_Plain):
@@ -396,7 +400,7 @@ class Pool:
                 committed=self._memory.committed(),
                 in_use=(self.pages - self._unused - cached) * self.page_bytes,
                 cached=cached * self.page_bytes,
-                taken=self._memory.taken(),
+                **self._memory.losses(),
             )
 
     def on_reclaim(self, function: Callable[[int], object]) -> bool:

@@ -66,7 +66,7 @@ class Taken:
     def target(self) -> int:
         return self.committed()
 
-    taken = target
+    losses = kv._Plain.losses
 
 
 def made(*arguments: int, **options: int) -> kv.Pool:

@@ -172,7 +172,7 @@ fn engine_blocks_stay_right_while_granules_are_taken() {
         owner.runs("pool.free(pages)");
         engine.runs("step(30); leave(len(used))");
     }
-    engine.runs("assert elastic.taken() >= 20, elastic.taken()");
+    engine.runs("assert elastic.losses()['taken'] >= 20, elastic.losses()");
     assert_eq!(copied(&node, "owner"), 0);
 }
 
@@ -184,7 +184,8 @@ fn cached_pages_are_taken_and_their_owner_learns_it() {
     borrower.runs("kept = get(20); keys = pool.cached(get(150))");
     owner.runs("pages = get(180)");
     borrower.runs("found = pool.touch(keys); there = [it for it in found if it is not None]");
-    borrower.runs("assert 0 < len(there) < 140, len(there); verify(there + kept)");
+    borrower.runs("assert 0 < len(there) < 140, len(there); verify(there + kept); it = pool.limits()");
+    borrower.runs("assert it.taken == it.taken_cached > 0 == it.moved, it");
     assert_eq!(copied(&node, "borrower"), 0);
 }
 
@@ -327,7 +328,27 @@ fn kvcached_pages_in_use_move_for_a_guarantee() {
     owner.runs("pages = get(190); verify(pages)");
     assert!(copied(&node, "borrower") > 0);
     owner.runs("verify(pages); pool.free(pages)");
-    borrower.runs("verify(range(160))");
+    borrower.runs("verify(range(160)); assert pool.losses()['moved'] > 0, pool.losses()");
+}
+
+/// An engine each of whose tokens is a checksum of the pages of its request.
+const STAND_IN: &str = "sys.path.insert(0, sys.argv[1] + '/../bench'); import types, serve_worker, standin; \
+    engine = standin.StandIn(types.SimpleNamespace(engine={'kv_cache_memory_bytes': 128 * MIB}, cold=True)); \
+    tokens = lambda: serve_worker.greedy(engine, [[160 + it, 12] for it in range(48)], None)['tokens']; right = tokens()";
+
+#[test]
+fn tokens_stay_the_same_while_pages_in_use_are_taken() {
+    let Some((_node, mut owner, mut engine)) = two("") else {
+        return;
+    };
+    engine.runs(STAND_IN);
+    engine.runs("keep = get(120)");
+    engine.send("while engine.elastic()['moved'] < 20: assert tokens() == right");
+    while engine.process.lines() == engine.lines {
+        owner.runs("pages = get(160); verify(pages); pool.free(pages); pool.trim()");
+    }
+    engine.wait();
+    engine.runs("verify(keep); assert tokens() == right");
 }
 
 #[test]

@@ -35,7 +35,8 @@ struct Header {
     granules: AtomicU64,
     target: AtomicU64,
     taken: AtomicU64,
-    reserved: [AtomicU64; 2],
+    taken_cached: AtomicU64,
+    moved: AtomicU64,
 }
 
 /// A range's table. Its memory is never given back: the program may read it at any time.
@@ -191,9 +192,17 @@ impl Table {
         }
     }
 
-    /// Others took one.
-    pub(crate) fn count_taken(self) {
-        self.0.taken.fetch_add(1, Ordering::Relaxed);
+    /// Others took one that was in this state.
+    pub(crate) fn count_taken(self, state: u32) {
+        let header = self.0;
+        let counters: &[&AtomicU64] = match state & !TAKING {
+            IN_USE => &[&header.moved],
+            CACHED => &[&header.taken, &header.taken_cached],
+            _ => &[&header.taken],
+        };
+        for counter in counters {
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// It has memory, for the program.

@@ -26,6 +26,7 @@ use crate::{
     memory::{
         block::{Block, Departed},
         caches,
+        granules::{IN_USE, OUT},
         ranges::{self, Allocation},
         vmm,
     },
@@ -493,9 +494,11 @@ impl Space {
         host: Vec<(usize, usize)>,
     ) -> Option<Departed> {
         let block = self.blocks.get_mut(&at)?;
+        let table = block.elastic.map(|it| it.table);
+        let before = table.map_or(OUT, |it| it.state(index));
         let (departed, device) = (block.left(at, index, host)?, block.device);
-        if let Some(elastic) = block.elastic.filter(|_| departed.dropped() > 0) {
-            elastic.table.count_taken();
+        if let Some(table) = table {
+            table.count_taken(if departed.dropped() > 0 { before } else { IN_USE });
         }
         self.drop_bytes(device, departed.dropped());
         Some(departed)
