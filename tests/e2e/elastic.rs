@@ -184,7 +184,8 @@ fn cached_pages_are_taken_and_their_owner_learns_it() {
     borrower.runs("kept = get(20); keys = pool.cached(get(150))");
     owner.runs("pages = get(180)");
     borrower.runs("found = pool.touch(keys); there = [it for it in found if it is not None]");
-    borrower.runs("assert 0 < len(there) < 140, len(there); verify(there + kept); it = pool.limits()");
+    borrower
+        .runs("assert 0 < len(there) < 140, len(there); verify(there + kept); it = pool.limits()");
     borrower.runs("assert it.taken == it.taken_cached > 0 == it.moved, it");
     assert_eq!(copied(&node, "borrower"), 0);
 }

@@ -123,8 +123,8 @@ pub enum Call {
     Device(Option<usize>, String, Costs),
     /// [`Controller::set_weight`]
     Weight(UserId, f64),
-    /// [`Controller::set_foreign`]
-    Foreign(usize, bool),
+    /// [`Controller::see_foreign`]
+    Foreign(usize, f64),
     /// [`Controller::looked`]
     Looked(usize),
     /// [`Controller::account_until`]
@@ -288,11 +288,10 @@ impl Controller {
         }
     }
 
-    /// Whether processes that are not controlled use a device.
-    pub fn set_foreign(&mut self, device: usize, foreign: bool) {
-        if self.devices[device].set_foreign(foreign) {
-            self.note(Micros::ZERO, || Call::Foreign(device, foreign));
-        }
+    /// The part of a device that processes which are not controlled used since this was called last.
+    pub fn see_foreign(&mut self, device: usize, now: Micros, used: f64) {
+        self.note(now, || Call::Foreign(device, used));
+        self.devices[device].see_foreign(now, used);
     }
 
     /// What a domain had so far: of a group's member, what the group had since it came. Of several of one tenant in a group, all of

@@ -66,7 +66,7 @@ impl Replay {
                 }
             }
             Call::Weight(user, weight) => controller.set_weight(*user, *weight),
-            Call::Foreign(device, foreign) => controller.set_foreign(*device, *foreign),
+            Call::Foreign(device, used) => controller.see_foreign(*device, now, *used),
             Call::Looked(device) => controller.looked(*device, now),
             Call::Account(device) => controller.account_until(*device, now),
             Call::Handle(event) => controller.handle(now, event.clone()),

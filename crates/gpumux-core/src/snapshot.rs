@@ -130,9 +130,9 @@ pub struct Snapshot {
     pub domains: Vec<DomainState>,
     /// Measured costs.
     pub costs: Costs,
-    /// Processes that are not controlled use the device as well, with the driver's timeslice.
+    /// What is not controlled uses most of the device, with the driver's timeslice.
     #[serde(default)]
-    pub foreign: bool,
+    pub crowded: bool,
     /// Set by [`crate::gang`] only: the tenants that have work on other devices too. Where there is one, a gang that runs must
     /// run alone.
     #[serde(default)]

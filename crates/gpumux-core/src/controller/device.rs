@@ -18,6 +18,11 @@ const LOOK_COST: f64 = 64.0;
 const QUIETER: f64 = 4.0;
 const QUIET: u32 = 16;
 
+/// Processes that are not controlled and use more of the device than this leave a domain with the shortest timeslice less than half of it, as gaps,
+/// while it has work all the time. With the driver's timeslice it takes its part from them, so that ends only where they use next to nothing.
+const CROWDED: f64 = 0.5;
+const CALM: f64 = 0.05;
+
 /// A plan is not asked for sooner than this, whatever the policy's next decision time is.
 const HURRY: Micros = Micros(100);
 
@@ -33,6 +38,9 @@ pub(super) struct Device {
     /// What is planned for; kept so that its vectors need not be made anew.
     snapshot: Snapshot,
     states: Vec<DomainState>,
+    /// Processes that are not controlled leave others too little, as of this look.
+    crowded: bool,
+    foreign_seen: Micros,
     /// Something changed since the last plan.
     pub(super) dirty: bool,
     /// The policy's next decision time.
@@ -56,6 +64,8 @@ impl Device {
             left_behind: BTreeMap::new(),
             snapshot: Snapshot::default(),
             states: Vec::new(),
+            crowded: false,
+            foreign_seen: now,
             dirty: false,
             next: None,
             controls: VecDeque::new(),
@@ -69,11 +79,15 @@ impl Device {
         &*self.policy
     }
 
-    /// Whether that is new.
-    pub(super) fn set_foreign(&mut self, foreign: bool) -> bool {
-        let new = std::mem::replace(&mut self.snapshot.foreign, foreign) != foreign;
-        self.dirty |= new;
-        new
+    pub(super) fn see_foreign(&mut self, now: Micros, used: f64) {
+        let before = std::mem::replace(&mut self.foreign_seen, now);
+        let waits = |it: &DomainState| it.demand == Demand::Busy && it.demand_since <= before;
+        let crowded = match self.crowded {
+            true => used > CALM,
+            false => used > CROWDED && self.domains.values().any(|it| waits(&it.state)),
+        };
+        self.dirty |= crowded != self.crowded;
+        self.crowded = crowded;
     }
 
     pub(super) fn needs_plan(&self, now: Micros) -> bool {
@@ -250,6 +264,9 @@ impl Device {
         let snapshot = &mut self.snapshot;
         (snapshot.now, snapshot.costs) = (now, self.costs.costs());
         snapshot.users.clone_from(weights);
+        // A faulty domain has the driver's timeslice, too.
+        let faulty = |it: &Domain| it.is_faulty() && it.state.demand.may_run();
+        snapshot.crowded = self.crowded || self.domains.values().any(faulty);
         let states = managed().map(|it| (it.group, it.state.clone()));
         merge(&mut snapshot.domains, states);
         count_in(&mut snapshot.domains, &self.left_behind);

@@ -302,7 +302,7 @@ struct Stage<'a> {
     tuning: &'a Tuning,
     /// The largest, in µs.
     quantum: f64,
-    foreign: bool,
+    crowded: bool,
     cast: Vec<Actor<'a>>,
     rotates: bool,
     next: Option<u64>,
@@ -344,7 +344,7 @@ impl<'a> Stage<'a> {
             costs: &snapshot.costs,
             tuning,
             quantum,
-            foreign: snapshot.foreign,
+            crowded: snapshot.crowded,
             cast,
             rotates,
             next: None,
@@ -615,7 +615,7 @@ impl<'a> Stage<'a> {
         };
         let least = latency.map(own).min().unwrap_or(0);
         // A process that is not controlled keeps the device for the driver's timeslice. Between two of those the shortest gets nothing done.
-        let least = if self.foreign { MAX_PATIENCE } else { least };
+        let least = if self.crowded { MAX_PATIENCE } else { least };
         Timeslice(least.clamp(Timeslice::MIN.0, MAX_PATIENCE))
     }
 

@@ -1,10 +1,10 @@
 //! Every sequence of so many things that may happen, in two small worlds. After each everything works again, and must come right.
 
-use gpumux_core::{Class, Micros};
+use gpumux_core::{Class, Micros, Timeslice};
 
 use super::{
     properties::Step::{self, Asks, Busy, Ends, Fails, Hangs, Idle, Pass, Stopped, Tampered},
-    world::{GIB, Seen, World, spec, with_memory},
+    world::{GIB, Manner, Seen, World, spec, with_memory},
 };
 
 fn play(world: impl Fn() -> World, steps: &[Step], length: u32) {
@@ -79,4 +79,43 @@ pub(crate) fn a_gang_beside_others_survives_every_sequence() {
         Pass(Micros::from_secs(2)),
     ];
     play(world, &steps, 3);
+}
+
+/// It has the driver's timeslice, between two of which the shortest gets nothing done.
+#[test]
+fn a_domain_that_cannot_be_controlled_leaves_others_time() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    for id in [2, 3] {
+        world.tenant(id, spec(Class::Batch, 0.0), &[0]);
+        world.set_busy(id, true);
+    }
+    world.run_for(Micros::from_millis(10));
+    assert_eq!([2, 3].map(|id| world.timeslice(id)), [1, 1]);
+    world.set_manner(3, Manner::Fails);
+    world.run_for(Micros::from_secs(2));
+    assert!(world.seen.failed > 0, "{:?}", world.seen);
+    assert!(world.timeslice(2) > Timeslice::DEFAULT.0 / 2);
+    world.recover();
+    assert_eq!([2, 3].map(|id| world.timeslice(id)), [1, 1]);
+}
+
+#[test]
+fn processes_that_are_not_controlled_leave_others_time() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    world.tenant(2, spec(Class::Batch, 0.0), &[0]);
+    let look = |world: &mut World, used: f64| {
+        world.run_for(Micros::from_secs(1));
+        world.controller.see_foreign(0, world.now, used);
+        world.run_for(Micros::from_millis(10));
+        world.timeslice(2)
+    };
+    assert_eq!(look(&mut world, 1.0), 1, "no work");
+    world.set_busy(2, true);
+    assert_eq!(look(&mut world, 1.0), 1, "not all the time");
+    assert_eq!(look(&mut world, 0.4), 1, "enough is left");
+    assert_eq!(look(&mut world, 0.9), 2_000);
+    assert_eq!(look(&mut world, 0.4), 2_000, "it takes its part");
+    assert_eq!(look(&mut world, 0.0), 1);
 }

@@ -24,6 +24,8 @@ struct Foreigner {
     process: Process,
     /// Part of the last seconds in which its kernels ran, if the driver tells.
     used: Option<f64>,
+    /// Of the last second alone.
+    lately: Option<f64>,
     /// The tenant that it is of, which may not use the device.
     tenant: Option<TenantId>,
 }
@@ -67,13 +69,14 @@ impl Foreigners {
                 self.new.insert(pid);
                 continue;
             }
-            let used = match (old.and_then(|it| it.used), used) {
+            let smoothed = match (old.and_then(|it| it.used), used) {
                 (Some(old), Some(now)) => Some(old * 0.75 + now * 0.25),
                 (_, now) => now,
             };
             let known = Foreigner {
                 process,
-                used,
+                used: smoothed,
+                lately: used,
                 tenant,
             };
             self.known.insert(pid, known);
@@ -96,10 +99,10 @@ impl Foreigners {
         self.known.values().map(shown).collect()
     }
 
-    /// Whether one of them uses the device, as far as is known.
-    pub(super) fn compete(&self) -> bool {
-        let uses = |it: &Foreigner| it.used.is_none_or(|used| used >= admission::FOREIGN_COUNTS);
-        self.known.values().any(uses)
+    /// Part of the last second in which their kernels ran; all of it if the driver does not tell.
+    pub(super) fn used(&self) -> f64 {
+        let lately = self.known.values().map(|it| it.lately.unwrap_or(1.0));
+        lately.sum()
     }
 
     /// For admission.
@@ -147,15 +150,22 @@ mod tests {
         for used in [0.4, 0.4, 0.0] {
             foreign.look(vec![(process(7), Some(used), None)]);
         }
-        assert!(foreign.compete());
         let room = foreign.room();
         assert!((room[0].used - 0.3).abs() < 1e-9, "{room:?}");
         assert_eq!(room[0].name, "python (pid 7)");
-        for _ in 0..10 {
-            foreign.look(vec![(process(7), Some(0.0), None)]);
-        }
-        assert!(!foreign.compete());
-        foreign.look(vec![(process(7), None, None)]);
-        assert!(foreign.compete(), "nobody can tell");
+    }
+
+    #[test]
+    fn use_of_foreign_processes_is_of_the_last_second() {
+        let mut foreign = Foreigners::default();
+        let mut look = |used: &[Option<f64>]| {
+            let all = (1..).zip(used);
+            foreign.look(all.map(|(pid, used)| (process(pid), *used, None)).collect());
+            foreign.used()
+        };
+        assert_eq!(look(&[Some(0.25), Some(0.5)]), 0.0, "not foreign yet");
+        assert_eq!(look(&[Some(0.25), Some(0.5)]), 0.75);
+        assert_eq!(look(&[Some(0.0), Some(0.25)]), 0.25);
+        assert_eq!(look(&[Some(0.0), None]), 1.0, "nobody can tell");
     }
 }

@@ -52,12 +52,13 @@ impl Engine {
                 .or_default();
             let used_by = known.used_by.as_ref().map(|used| &used.parts);
             foreign.see(&self.state, &known.uuid, known.processes, used_by);
-            let foreign = foreign.compete();
+            let foreign = foreign.used();
             let policy = self.config.policy_of(&known.uuid);
             let device = self.state.device(known.uuid.clone(), policy);
             device.link = known.link;
             let index = device.index;
-            self.state.controller.set_foreign(index, foreign);
+            let now = self.state.now();
+            self.state.controller.see_foreign(index, now, foreign);
             let state = &mut self.state;
             self.tampers.watch_frozen(state, &known.uuid, known.used_by);
             self.judge();

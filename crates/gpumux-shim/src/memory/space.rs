@@ -498,7 +498,11 @@ impl Space {
         let before = table.map_or(OUT, |it| it.state(index));
         let (departed, device) = (block.left(at, index, host)?, block.device);
         if let Some(table) = table {
-            table.count_taken(if departed.dropped() > 0 { before } else { IN_USE });
+            table.count_taken(if departed.dropped() > 0 {
+                before
+            } else {
+                IN_USE
+            });
         }
         self.drop_bytes(device, departed.dropped());
         Some(departed)

@@ -55,7 +55,7 @@ fn foreign_work_ends_the_shortest_timeslice() {
     let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
     let slice = |now: &Snapshot| shape(&plan(now, &mut Memory::default()))[1].0;
     assert_eq!(slice(&now), 1);
-    now.foreign = true;
+    now.crowded = true;
     assert_eq!(slice(&now), 2_000);
 }
 
