@@ -111,6 +111,7 @@ impl ClientError {
     }
 }
 
+/// All requests fail as [`ClientError`] has it.
 impl Client {
     /// For the daemon in this runtime directory.
     pub fn new(runtime_dir: impl Into<PathBuf>) -> Self {
@@ -125,80 +126,52 @@ impl Client {
     }
 
     /// What the daemon is and does.
-    ///
-    /// # Errors
-    /// See [`ClientError`]; the same for all requests.
     pub async fn status(&self) -> Result<Status, ClientError> {
-        self.ask(Method::GET, "/v1/status", None::<&()>).await
+        self.get("/v1/status").await
     }
 
     /// The devices.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn devices(&self) -> Result<Vec<Device>, ClientError> {
-        self.ask(Method::GET, "/v1/devices", None::<&()>).await
+        self.get("/v1/devices").await
     }
 
     /// All tenants.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn tenants(&self) -> Result<Vec<Tenant>, ClientError> {
-        self.ask(Method::GET, "/v1/tenants", None::<&()>).await
+        self.get("/v1/tenants").await
     }
 
     /// One tenant.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn tenant(&self, name: &str) -> Result<Tenant, ClientError> {
-        self.ask(Method::GET, &of(name), None::<&()>).await
+        self.get(&of(name)).await
     }
 
     /// Why a tenant gets what it gets.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn explanation(&self, name: &str) -> Result<Explanation, ClientError> {
-        let path = of(name) + "/explanation";
-        self.ask(Method::GET, &path, None::<&()>).await
+        self.get(&(of(name) + "/explanation")).await
     }
 
     /// The last seconds as a Chrome trace.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn trace(&self, seconds: f64) -> Result<String, ClientError> {
         let path = format!("/v1/trace?seconds={seconds}");
         self.text(&path).await
     }
 
     /// What Prometheus reads.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn metrics(&self) -> Result<String, ClientError> {
         self.text("/metrics").await
     }
 
     async fn text(&self, path: &str) -> Result<String, ClientError> {
-        let bytes = self.answer(Method::GET, path, None::<&()>).await?;
+        let bytes = self.answer(TIMEOUT, Method::GET, path, None::<&()>).await?;
         String::from_utf8(bytes.into()).map_err(|error| self.protocol(error))
     }
 
     /// Makes a tenant that lives as long as this process, or the one it execs.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn create(&self, new: &NewTenant) -> Result<Created, ClientError> {
-        self.ask(Method::POST, "/v1/tenants", Some(new)).await
+        self.post("/v1/tenants", new).await
     }
 
     /// Changes a tenant.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn change(&self, name: &str, change: &SpecChange) -> Result<Tenant, ClientError> {
         // JSON has no NaN: it would arrive as "no change".
         let checked = change.apply(&TenantSpec::default()).validate();
@@ -206,150 +179,92 @@ impl Client {
             status: 422,
             message: error.to_string(),
         })?;
-        self.ask(Method::PATCH, &of(name), Some(change)).await
+        self.ask(TIMEOUT, Method::PATCH, &of(name), Some(change))
+            .await
     }
 
     /// Says that a tenant's work is coming.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn hint(&self, name: &str, hint: &NewHint) -> Result<Hinted, ClientError> {
-        let path = of(name) + "/hint";
-        self.ask(Method::POST, &path, Some(hint)).await
+        self.post(&(of(name) + "/hint"), hint).await
     }
 
     /// The memory of each device by tenant.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn memory(&self) -> Result<Vec<DeviceMemory>, ClientError> {
-        self.ask(Method::GET, "/v1/memory", None::<&()>).await
+        self.get("/v1/memory").await
     }
 
     /// The last five minutes of devices and tenants.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn history(&self) -> Result<History, ClientError> {
-        self.ask(Method::GET, "/v1/history?span=5m", None::<&()>)
-            .await
+        self.get("/v1/history?span=5m").await
     }
 
     /// Moves a tenant to another GPU, and returns when it is there.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn relocate(&self, name: &str, gpu: &str) -> Result<Relocated, ClientError> {
         let place = NewPlace { gpu: gpu.into() };
-        let bytes = self.moved(&(of(name) + "/move"), Some(&place)).await?;
-        serde_json::from_slice(&bytes).map_err(|error| self.protocol(error))
+        let path = of(name) + "/move";
+        self.ask(MOVE, Method::POST, &path, Some(&place)).await
     }
 
     /// Moves a tenant's memory to the host, and returns when that is done.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn sleep(&self, name: &str) -> Result<(), ClientError> {
-        let moved = self.moved(&(of(name) + "/sleep"), None::<&()>).await;
-        moved.map(drop)
+        let path = of(name) + "/sleep";
+        self.ask(MOVE, Method::POST, &path, None::<&()>).await
     }
 
     /// Brings a tenant's memory back, and returns when that is done.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn wake(&self, name: &str) -> Result<(), ClientError> {
-        let moved = self.moved(&(of(name) + "/wake"), None::<&()>).await;
-        moved.map(drop)
-    }
-
-    async fn moved(&self, path: &str, body: Option<&impl Serialize>) -> Result<Bytes, ClientError> {
-        self.answer_within(MOVE, Method::POST, path, body).await
+        let path = of(name) + "/wake";
+        self.ask(MOVE, Method::POST, &path, None::<&()>).await
     }
 
     /// Ends a tenant that has no connected process.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn delete(&self, name: &str) -> Result<(), ClientError> {
-        self.answer(Method::DELETE, &of(name), None::<&()>)
-            .await
-            .map(drop)
+        self.remove(&of(name)).await
     }
 
     /// Forgets what was set for tenants of this name.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn forget(&self, name: &str) -> Result<(), ClientError> {
         let path = format!("/v1/settings/{}", escaped(name));
-        self.answer(Method::DELETE, &path, None::<&()>)
-            .await
-            .map(drop)
+        self.remove(&path).await
     }
 
     /// What this user (root: any user) set for names.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn settings(&self) -> Result<Vec<Setting>, ClientError> {
-        self.ask(Method::GET, "/v1/settings", None::<&()>).await
+        self.get("/v1/settings").await
     }
 
     /// The last tenants that ended, the latest last.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn ended(&self) -> Result<Vec<Ended>, ClientError> {
-        self.ask(Method::GET, "/v1/ended", None::<&()>).await
+        self.get("/v1/ended").await
     }
 
     /// Sends a signal to a tenant's program.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn signal(&self, name: &str, signal: i32) -> Result<Signalled, ClientError> {
         let path = of(name) + "/signal";
-        let body = NewSignal { signal };
-        self.ask(Method::POST, &path, Some(&body)).await
+        self.post(&path, &NewSignal { signal }).await
     }
 
     /// Reports how a tenant's program ended.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn report_exit(&self, name: &str, exit: Exit) -> Result<Reported, ClientError> {
-        let path = of(name) + "/exit";
-        self.ask(Method::POST, &path, Some(&exit)).await
+        self.post(&(of(name) + "/exit"), &exit).await
     }
 
     /// Reports that output of a tenant's program could not be written.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn report_lost_output(
         &self,
         name: &str,
         lost: &LostOutput,
     ) -> Result<(), ClientError> {
-        let path = of(name) + "/lost-output";
-        let answer = self.answer(Method::POST, &path, Some(lost)).await;
-        answer.map(drop)
+        self.post(&(of(name) + "/lost-output"), lost).await
     }
 
     /// The last events, the latest last.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn past_events(&self) -> Result<Vec<Event>, ClientError> {
-        self.ask(Method::GET, "/v1/events/past", None::<&()>).await
+        self.get("/v1/events/past").await
     }
 
     /// Hands over events until one is answered with `false`, or the daemon ends: those after the event of this number, as far as
     /// they are kept, or without one the next ones.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn events(
         &self,
         after: Option<u64>,
@@ -391,55 +306,33 @@ impl Client {
     }
 
     /// What is known of programs.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn programs(&self) -> Result<Vec<Program>, ClientError> {
-        self.ask(Method::GET, "/v1/programs", None::<&()>).await
+        self.get("/v1/programs").await
     }
 
     /// Sets a program's scaling profile.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn teach(&self, fingerprint: &str, curve: &NewCurve) -> Result<(), ClientError> {
         let path = format!("/v1/programs/{}", escaped(fingerprint));
-        self.answer(Method::PUT, &path, Some(curve)).await.map(drop)
+        self.ask(TIMEOUT, Method::PUT, &path, Some(curve)).await
     }
 
     /// Forgets what is known of a program.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn unlearn(&self, fingerprint: &str) -> Result<(), ClientError> {
         let path = format!("/v1/programs/{}", escaped(fingerprint));
-        self.answer(Method::DELETE, &path, None::<&()>)
-            .await
-            .map(drop)
+        self.remove(&path).await
     }
 
     /// The GPUs in MIG mode, with the instances that they have and can have. For root.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn mig_gpus(&self) -> Result<Vec<MigGpu>, ClientError> {
-        let listed = self.answer_within(MIG, Method::GET, "/v1/mig", None::<&()>);
-        self.read(&listed.await?)
+        self.ask(MIG, Method::GET, "/v1/mig", None::<&()>).await
     }
 
     /// Makes a GPU instance with one compute instance, and returns when it can be used. For root.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn make_mig(&self, new: &NewMigInstance) -> Result<MigInstance, ClientError> {
-        let made = self.answer_within(MIG, Method::POST, "/v1/mig", Some(new));
-        self.read(&made.await?)
+        self.ask(MIG, Method::POST, "/v1/mig", Some(new)).await
     }
 
     /// Removes a GPU instance that has this compute instance and no other; none: that has no compute instance. For root.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
     pub async fn remove_mig(
         &self,
         gpu: &str,
@@ -448,33 +341,39 @@ impl Client {
     ) -> Result<(), ClientError> {
         let query = device.map_or_else(String::new, |it| format!("?device={}", escaped(it)));
         let path = format!("/v1/mig/{}/{gpu_instance}{query}", escaped(gpu));
-        let done = self.answer_within(MIG, Method::DELETE, &path, None::<&()>);
-        done.await.map(drop)
+        self.ask(MIG, Method::DELETE, &path, None::<&()>).await
+    }
+
+    async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        self.ask(TIMEOUT, Method::GET, path, None::<&()>).await
+    }
+
+    async fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+    ) -> Result<T, ClientError> {
+        self.ask(TIMEOUT, Method::POST, path, Some(body)).await
+    }
+
+    async fn remove(&self, path: &str) -> Result<(), ClientError> {
+        self.ask(TIMEOUT, Method::DELETE, path, None::<&()>).await
     }
 
     async fn ask<T: DeserializeOwned>(
         &self,
+        time: Duration,
         method: Method,
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<T, ClientError> {
-        self.read(&self.answer(method, path, body).await?)
-    }
-
-    fn read<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, ClientError> {
-        serde_json::from_slice(bytes).map_err(|error| self.protocol(error))
+        let bytes = self.answer(time, method, path, body).await?;
+        // An answer without contents is `()`.
+        let json: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
+        serde_json::from_slice(json).map_err(|error| self.protocol(error))
     }
 
     async fn answer(
-        &self,
-        method: Method,
-        path: &str,
-        body: Option<&impl Serialize>,
-    ) -> Result<Bytes, ClientError> {
-        self.answer_within(TIMEOUT, method, path, body).await
-    }
-
-    async fn answer_within(
         &self,
         time: Duration,
         method: Method,
