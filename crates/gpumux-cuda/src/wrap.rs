@@ -2,7 +2,7 @@
 //!
 //! Each keeps its context alive and gives its resource back when dropped; errors at that point
 //! (the context may be dead after a fault) are ignored. What stays `unsafe` is what
-//! only the caller can know: that a kernel's arguments fit the kernel.
+//! only the caller can know: that a kernel's arguments fit the kernel. Where no other errors are named, they are the driver's.
 
 use std::{
     ffi::{CStr, CString, c_int, c_void},
@@ -43,9 +43,6 @@ pub struct Device {
 
 impl Device {
     /// How many devices this process sees.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn count() -> Result<usize> {
         let driver = Driver::get()?;
         let mut count = 0;
@@ -68,9 +65,6 @@ impl Device {
     }
 
     /// The product name, such as `NVIDIA H100 80GB HBM3`.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn name(&self) -> Result<String> {
         let mut name = [0_u8; 256];
         // SAFETY: the buffer is as long as said; CUDA terminates the string.
@@ -84,9 +78,6 @@ impl Device {
     }
 
     /// The UUID as NVML writes it: `GPU-xxxxxxxx-xxxx-…`, or `MIG-…` of an instance.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn uuid(&self) -> Result<String> {
         let mut uuid = CUuuid::default();
         // SAFETY: the pointer is valid for the call.
@@ -100,9 +91,6 @@ impl Device {
     }
 
     /// One of CUDA's device attributes (`DEVICE_ATTRIBUTE_*`).
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn attribute(&self, attribute: c_int) -> Result<i32> {
         let mut value = 0;
         // SAFETY: the pointer is valid for the call.
@@ -114,9 +102,6 @@ impl Device {
     }
 
     /// Compute capability, such as (9, 0).
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn compute_capability(&self) -> Result<(u32, u32)> {
         let part = |attribute| Ok(u32::try_from(self.attribute(attribute)?).unwrap_or(0));
         let major = part(DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -124,18 +109,12 @@ impl Device {
     }
 
     /// Number of streaming multiprocessors.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn multiprocessors(&self) -> Result<u32> {
         let count = self.attribute(DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok(u32::try_from(count).unwrap_or(1).max(1))
     }
 
     /// Memory in bytes.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn total_memory(&self) -> Result<usize> {
         let mut bytes = 0;
         // SAFETY: the pointer is valid for the call.
@@ -186,9 +165,6 @@ impl Drop for ContextInner {
 
 impl Context {
     /// Retains the device's primary context, the one that the CUDA runtime uses, and makes it current.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn primary(device: Device) -> Result<Self> {
         let mut handle = null_mut();
         // SAFETY: the pointer is valid for the call.
@@ -201,9 +177,6 @@ impl Context {
     }
 
     /// Creates a context of its own (its own channel groups) and makes it current.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn create(device: Device) -> Result<Self> {
         let mut handle = null_mut();
         // SAFETY: the pointer is valid for the call.
@@ -223,9 +196,6 @@ impl Context {
     }
 
     /// Makes the context current on the calling thread; every other call expects that.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn make_current(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         unsafe { self.0.driver.cuCtxSetCurrent(self.0.handle) }
@@ -246,9 +216,6 @@ impl Context {
     }
 
     /// Free and total memory in bytes, as this process sees them.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn memory_info(&self) -> Result<(usize, usize)> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both pointers are valid for the call.
@@ -291,9 +258,6 @@ pub struct Stream {
 
 impl Stream {
     /// A new stream of the context.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn new(context: &Context) -> Result<Self> {
         let mut handle = null_mut();
         // SAFETY: the pointer is valid for the call.
@@ -332,9 +296,6 @@ impl Stream {
     }
 
     /// Launches a kernel with a one-dimensional grid and block.
-    ///
-    /// # Errors
-    /// The driver's.
     ///
     /// # Safety
     /// The arguments fit the kernel's signature, and the memory they point to lives until it is done.
@@ -397,9 +358,6 @@ impl Stream {
     }
 
     /// Launches a recorded graph.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn launch_graph(&self, graph: &Graph) -> Result<()> {
         // SAFETY: both handles are alive.
         unsafe {
@@ -430,9 +388,6 @@ impl Stream {
     }
 
     /// Starts filling device memory with a byte.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn fill(&self, buffer: &DeviceBuffer, value: u8) -> Result<()> {
         // SAFETY: the range is the buffer's own.
         unsafe {
@@ -486,9 +441,6 @@ pub struct Event {
 
 impl Event {
     /// An event that only tells when it was reached; `wait` says how [`Self::synchronize`] waits.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn new(context: &Context, wait: Wait) -> Result<Self> {
         let flags = match wait {
             Wait::Spin => EVENT_DISABLE_TIMING,
@@ -498,9 +450,6 @@ impl Event {
     }
 
     /// An event that also takes the time.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn timed(context: &Context) -> Result<Self> {
         Self::with_flags(context, EVENT_BLOCKING_SYNC)
     }
@@ -516,9 +465,6 @@ impl Event {
     }
 
     /// Puts the mark behind all work submitted to the stream so far.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn record(&self, stream: &Stream) -> Result<()> {
         // SAFETY: both handles are alive.
         unsafe {
@@ -547,9 +493,6 @@ impl Event {
     }
 
     /// Milliseconds on the device from `start` to this event; both [`Self::timed`] and reached.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn elapsed_ms(&self, start: &Self) -> Result<f32> {
         let mut ms = 0.0;
         // SAFETY: the pointer is valid for the call and both handles are alive.
@@ -746,9 +689,6 @@ pub struct HostBuffer {
 
 impl HostBuffer {
     /// Allocates `bytes` of pinned memory.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn new(context: &Context, bytes: usize) -> Result<Self> {
         let mut memory = null_mut();
         // SAFETY: the pointer is valid for the call.
@@ -809,9 +749,6 @@ pub struct Mapping {
 impl Mapping {
     /// Reserves `chunks` × `chunk` bytes of addresses, unbacked. `chunk` is rounded up to what the
     /// device can map.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn reserve(context: &Context, chunk: usize, chunks: usize) -> Result<Self> {
         let driver = context.driver();
         let prop = CUmemAllocationProp::on_device(context.device().handle);
@@ -888,9 +825,6 @@ impl Mapping {
     }
 
     /// Lets go of the handles; what is mapped stays so.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn release(&mut self) -> Result<()> {
         if !std::mem::replace(&mut self.released, true) {
             for handle in &self.handles {
@@ -902,9 +836,6 @@ impl Mapping {
     }
 
     /// Takes the memory away; the addresses stay reserved. Work that uses them must be frozen or done.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn unback(&mut self) -> Result<()> {
         let driver = self.context.driver();
         while let Some(handle) = self.handles.pop() {

@@ -131,11 +131,11 @@ impl From<Wait> for gpumux_cuda::Wait {
 /// `latency`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Latency {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
+    /// The kernel.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub work: Work,
     /// Kernels in a request
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
@@ -190,11 +190,11 @@ pub enum Hint {
 /// `batch`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Batch {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
+    /// The kernel.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub work: Work,
     /// Kernels submitted and not yet done, at most
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -222,8 +222,8 @@ pub enum Tamper {
 /// `check`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Check {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
     /// Rounds over the memory instead of --seconds
     #[arg(long)]
@@ -233,8 +233,8 @@ pub struct Check {
 /// `memory`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Memory {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
     /// Which program
     #[arg(long, default_value_t = 1)]
@@ -253,8 +253,8 @@ pub struct Memory {
 /// `sweep`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Sweep {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
     /// Passes instead of --seconds
     #[arg(long, value_name = "N")]
@@ -270,16 +270,16 @@ pub struct Sweep {
 /// `launch`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Launch {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
 }
 
 /// `idle`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Idle {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
     /// Device memory to hold besides, which is given back when gpumux asks for it
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
@@ -292,8 +292,8 @@ pub struct Idle {
 /// `fault`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Fault {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
     /// What it does
     #[arg(long, value_enum, default_value_t)]
@@ -321,8 +321,8 @@ pub enum FaultKind {
 /// `hints`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hints {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
     /// Threads that hint at once
     #[arg(long, default_value_t = 100)]
@@ -343,8 +343,8 @@ pub struct Calls {
 /// `switch`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Switch {
+    /// What all have.
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub common: Common,
     /// Be the neighbour: kernels back to back
     #[arg(long)]

@@ -117,53 +117,35 @@ impl Gpu {
     }
 
     /// Launches `gpumux_spin`.
-    ///
-    /// # Errors
-    /// The driver's, as for all launches below.
     pub fn spin(&self, shape: Shape, ns: u64) -> Result<()> {
         self.launch(&self.spin, shape, &[Arg::U64(ns)])
     }
 
     /// Launches `gpumux_work`.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn work(&self, shape: Shape, iterations: u32) -> Result<()> {
         let out = self.scratch.address();
         self.launch(&self.work, shape, &[Arg::U64(out), Arg::U32(iterations)])
     }
 
     /// Launches `gpumux_fill_u32` over the whole buffer.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn fill(&self, buffer: &DeviceBuffer, value: u32) -> Result<()> {
         let (address, n) = elements(buffer);
         self.launch_all(&self.fill, &[address, Arg::U32(value), n])
     }
 
     /// Launches `gpumux_add_u32` over the whole buffer.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn add(&self, buffer: &DeviceBuffer, value: u32) -> Result<()> {
         let (address, n) = elements(buffer);
         self.launch_all(&self.add, &[address, Arg::U32(value), n])
     }
 
     /// Launches `gpumux_rounds_u32` over the whole buffer.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn rounds(&self, buffer: &DeviceBuffer, rounds: u32) -> Result<()> {
         let (address, n) = elements(buffer);
         self.launch_all(&self.rounds, &[address, n, Arg::U32(rounds)])
     }
 
     /// Runs `gpumux_sum_u32` over the whole buffer and waits for the sum.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn sum(&self, buffer: &DeviceBuffer) -> Result<u64> {
         let (address, n) = elements(buffer);
         let out = Arg::U64(self.scratch.address());
@@ -176,9 +158,6 @@ impl Gpu {
     }
 
     /// Launches `gpumux_sweep_u32` over the whole buffer; `wrong` holds the `u64` that counts.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn sweep(&self, buffer: &DeviceBuffer, value: u32, wrong: &DeviceBuffer) -> Result<()> {
         let (address, n) = elements(buffer);
         let out = Arg::U64(wrong.address());
@@ -186,9 +165,6 @@ impl Gpu {
     }
 
     /// Launches `gpumux_read_u32` over the whole buffer.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn read(&self, buffer: &DeviceBuffer, times: u32) -> Result<()> {
         let (address, n) = elements(buffer);
         let out = Arg::U64(self.scratch.address());
@@ -252,9 +228,6 @@ impl Gpu {
     }
 
     /// Launches `gpumux_pointers`.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn pointers(&self, addresses: [u64; 8]) -> Result<()> {
         let one = Shape {
             blocks: 1,
