@@ -13,6 +13,7 @@ mod rhythm;
 mod ring;
 mod snapshot;
 mod spec;
+#[macro_use]
 mod tenant;
 #[cfg(test)]
 mod testing;
@@ -42,5 +43,5 @@ pub use rhythm::Rhythm;
 pub use ring::Ring;
 pub use snapshot::{Costs, Demand, DomainState, QUEUED, Snapshot, TenantState};
 pub use spec::{Field, Kind, SpecChange, SpecError, TenantSpec};
-pub use tenant::{Class, Hints, MAX_NAME, MemoryPolicy, ParseClassError, is_name, is_name_char};
+pub use tenant::{Class, Hints, MAX_NAME, MemoryPolicy, is_name, is_name_char};
 pub use units::{DomainId, Micros, TenantId, Timeslice, UserId};

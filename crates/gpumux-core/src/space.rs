@@ -48,6 +48,6 @@ pub use curve::{Curve, is_point};
 pub use divide::{Claimant, Rule, STEP, divide, minimum, rates, total};
 pub use program::{Observation, Program, throughput};
 pub use sharing::{
-    Applicant, Decision, Member, ParseSharingError, Prediction, Sharing, Way, combine, decide,
-    hinders, percentage, percentages, predict,
+    Applicant, Decision, Member, Prediction, Sharing, Way, combine, decide, hinders, percentage,
+    percentages, predict,
 };

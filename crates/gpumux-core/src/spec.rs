@@ -184,23 +184,16 @@ trait Words {
     fn words(self, kind: Kind) -> String;
 }
 
-impl Words for Class {
-    fn words(self, _: Kind) -> String {
-        self.name().to_owned()
-    }
+macro_rules! words_by_name {
+    ($($type:ty),+) => {$(
+        impl Words for $type {
+            fn words(self, _: Kind) -> String {
+                self.to_string()
+            }
+        }
+    )+};
 }
-
-impl Words for Hints {
-    fn words(self, _: Kind) -> String {
-        self.name().to_owned()
-    }
-}
-
-impl Words for MemoryPolicy {
-    fn words(self, _: Kind) -> String {
-        self.name().to_owned()
-    }
-}
+words_by_name!(Class, Hints, MemoryPolicy);
 
 impl Words for f64 {
     fn words(self, kind: Kind) -> String {

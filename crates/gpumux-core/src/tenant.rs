@@ -1,7 +1,5 @@
 //! What a tenant is called, and the words of its [spec](crate::TenantSpec).
 
-use std::{fmt, str::FromStr};
-
 use serde::{Deserialize, Serialize};
 
 /// Most characters of a name.
@@ -19,7 +17,38 @@ pub fn is_name(name: &str) -> bool {
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
 }
 
-/// How a tenant takes its turn.
+/// Names the values of an enum, in their order.
+#[macro_export]
+macro_rules! names {
+    ($type:ty: $($value:ident = $name:literal),+) => {
+        impl $type {
+            /// All of them, in their order.
+            pub const ALL: [Self; [$($name),+].len()] = [$(Self::$value),+];
+            /// Their names in the CLI, the API and files.
+            pub const NAMES: [&'static str; [$($name),+].len()] = [$($name),+];
+
+            /// Its name.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$value => $name),+
+                }
+            }
+
+            /// The one of this name.
+            pub fn named(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|it| it.name() == name)
+            }
+        }
+
+        impl std::fmt::Display for $type {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.pad(self.name())
+            }
+        }
+    };
+}
+
+/// How a tenant takes its turn; the highest first.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -34,41 +63,9 @@ pub enum Class {
     Batch,
 }
 
-impl Class {
-    /// All classes, highest first.
-    pub const ALL: [Self; 3] = [Self::Latency, Self::Standard, Self::Batch];
+names!(Class: Latency = "latency", Standard = "standard", Batch = "batch");
 
-    /// Their names in the CLI, the API and configuration files.
-    pub const NAMES: [&'static str; 3] = ["latency", "standard", "batch"];
-
-    /// Its name.
-    pub const fn name(self) -> &'static str {
-        Self::NAMES[self as usize]
-    }
-}
-
-impl fmt::Display for Class {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// A class name that is none.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown class `{0}`: use latency, standard or batch")]
-pub struct ParseClassError(pub String);
-
-impl FromStr for Class {
-    type Err = ParseClassError;
-    fn from_str(s: &str) -> Result<Self, Self::Err> {
-        Self::ALL
-            .into_iter()
-            .find(|class| class.name() == s)
-            .ok_or_else(|| ParseClassError(s.to_owned()))
-    }
-}
-
-/// What may take the device for a `latency` tenant before its work arrives.
+/// What may take the device for a `latency` tenant before its work arrives; the most first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Hints {
@@ -81,18 +78,7 @@ pub enum Hints {
     Off,
 }
 
-impl Hints {
-    /// All of them, the most first.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Manual, Self::Off];
-
-    /// Their names in the CLI, the API and configuration files.
-    pub const NAMES: [&'static str; 3] = ["auto", "manual", "off"];
-
-    /// Its name.
-    pub const fn name(self) -> &'static str {
-        Self::NAMES[self as usize]
-    }
-}
+names!(Hints: Auto = "auto", Manual = "manual", Off = "off");
 
 /// What becomes of a request for memory that the device has no room for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Hash)]
@@ -107,26 +93,4 @@ pub enum MemoryPolicy {
     Fail,
 }
 
-impl MemoryPolicy {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::SwapOthers, Self::Wait, Self::Fail];
-
-    /// Their names in the CLI, the API and configuration files.
-    pub const NAMES: [&'static str; 3] = ["swap-others", "wait", "fail"];
-
-    /// Its name.
-    pub const fn name(self) -> &'static str {
-        Self::NAMES[self as usize]
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_unknown_class_is_named() {
-        let error = "urgent".parse::<Class>().expect_err("unknown");
-        assert!(error.to_string().contains("`urgent`"), "{error}");
-    }
-}
+names!(MemoryPolicy: SwapOthers = "swap-others", Wait = "wait", Fail = "fail");

@@ -2,7 +2,7 @@
 //! one device. The published slices are built from it, and every claim is checked against it once more before
 //! it is prepared, so that no mistake or malice elsewhere can give a device away twice.
 
-use std::{collections::BTreeMap, fmt};
+use std::collections::BTreeMap;
 
 /// Compute of a whole device in milli-GPU.
 pub const WHOLE_COMPUTE: u64 = 1000;
@@ -28,34 +28,16 @@ pub enum Resource {
     Clients,
 }
 
+gpumux_core::names!(Resource: Compute = "compute", Memory = "memory", Clients = "clients");
+
 impl Resource {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Compute, Self::Memory, Self::Clients];
-
-    /// Its name in the API.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Compute => "compute",
-            Self::Memory => "memory",
-            Self::Clients => "clients",
-        }
-    }
-
     /// The resource of that name, with or without the driver's domain.
     pub fn parse(name: &str) -> Option<Self> {
         let name = name
             .strip_prefix(crate::DRIVER)
             .and_then(|rest| rest.strip_prefix('/'))
             .unwrap_or(name);
-        Self::ALL
-            .into_iter()
-            .find(|resource| resource.name() == name)
-    }
-}
-
-impl fmt::Display for Resource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        Self::named(name)
     }
 }
 

@@ -32,29 +32,12 @@ pub enum Rule {
     Fgd,
 }
 
+gpumux_core::names!(
+    Rule: Random = "random", DotProduct = "dot-product", GpuClustering = "gpu-clustering", GpuPacking = "gpu-packing", BestFit = "best-fit",
+    Fgd = "fgd"
+);
+
 impl Rule {
-    /// The rules that FGD was compared with, and FGD.
-    pub const ALL: [Self; 6] = [
-        Self::Random,
-        Self::DotProduct,
-        Self::GpuClustering,
-        Self::GpuPacking,
-        Self::BestFit,
-        Self::Fgd,
-    ];
-
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::BestFit => "best-fit",
-            Self::DotProduct => "dot-product",
-            Self::GpuPacking => "gpu-packing",
-            Self::GpuClustering => "gpu-clustering",
-            Self::Fgd => "fgd",
-        }
-    }
-
     /// The node's score and the GPUs that would be taken. None if the demand does not fit. `Random` chooses by
     /// itself: here all its scores are 0 and the GPUs are the tightest.
     pub fn score(self, free: &Free, demand: &Demand, typical: &Typical) -> Option<(i64, Gpus)> {

@@ -362,8 +362,7 @@ fn point(text: &str) -> Result<(u32, f64), String> {
 }
 
 fn sharing() -> impl TypedValueParser<Value = Sharing> {
-    PossibleValuesParser::new(Sharing::ALL.map(Sharing::name))
-        .try_map(|name| name.parse::<Sharing>())
+    PossibleValuesParser::new(Sharing::NAMES).map(|name| Sharing::named(&name).unwrap_or_default())
 }
 
 /// Characters of a command that are shown.

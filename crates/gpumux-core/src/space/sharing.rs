@@ -1,7 +1,5 @@
 //! Time or space: whether a tenant joins its trust domain's group or gets a context of its own, and why.
 
-use std::{fmt, str::FromStr};
-
 use serde::{Deserialize, Serialize};
 
 use super::{Bandwidth, Claimant, Curve, Rule, divide, minimum, rates, total};
@@ -20,40 +18,7 @@ pub enum Sharing {
     Space,
 }
 
-impl Sharing {
-    /// All of them, the default first.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Time, Self::Space];
-
-    /// The name used in the CLI, the API and configuration files.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Time => "time",
-            Self::Space => "space",
-        }
-    }
-}
-
-impl fmt::Display for Sharing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// A name that is none of [`Sharing`].
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown way of sharing `{0}`: use auto, time or space")]
-pub struct ParseSharingError(pub String);
-
-impl FromStr for Sharing {
-    type Err = ParseSharingError;
-    fn from_str(s: &str) -> Result<Self, Self::Err> {
-        Self::ALL
-            .into_iter()
-            .find(|sharing| sharing.name() == s)
-            .ok_or_else(|| ParseSharingError(s.to_owned()))
-    }
-}
+names!(Sharing: Auto = "auto", Time = "time", Space = "space");
 
 /// What was decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -611,11 +576,5 @@ mod tests {
                 prop_assert_eq!(shares.iter().sum::<u32>(), 100);
             }
         }
-    }
-
-    #[test]
-    fn an_unknown_way_is_named() {
-        let error = "mps".parse::<Sharing>().expect_err("unknown");
-        assert!(error.to_string().contains("`mps`"), "{error}");
     }
 }

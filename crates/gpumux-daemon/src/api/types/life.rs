@@ -53,24 +53,10 @@ pub enum EventKind {
     Tampered,
 }
 
-impl EventKind {
-    /// The word for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Started => "started",
-            Self::Ended => "ended",
-            Self::Refused => "refused",
-            Self::Resized => "resized",
-            Self::Swapped => "swapped",
-            Self::Returned => "returned",
-            Self::Moved => "moved",
-            Self::Limit => "limit",
-            Self::Fault => "fault",
-            Self::Restart => "restart",
-            Self::Tampered => "tampered",
-        }
-    }
-}
+gpumux_core::names!(
+    EventKind: Started = "started", Ended = "ended", Refused = "refused", Resized = "resized", Swapped = "swapped", Returned = "returned",
+    Moved = "moved", Limit = "limit", Fault = "fault", Restart = "restart", Tampered = "tampered"
+);
 
 /// How a program ended; neither code nor signal: that is not known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

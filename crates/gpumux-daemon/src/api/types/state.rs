@@ -30,35 +30,12 @@ pub enum TenantState {
     Tampers,
 }
 
+gpumux_core::names!(
+    TenantState: Starting = "starting", Idle = "idle", Running = "running", Queued = "queued", Stopped = "stopped",
+    Swapped = "swapped", Blocked = "blocked", Faulty = "faulty", Tampers = "tampers"
+);
+
 impl TenantState {
-    /// Every state, in the order of a tenant's life.
-    pub const ALL: [Self; 9] = [
-        Self::Starting,
-        Self::Idle,
-        Self::Running,
-        Self::Queued,
-        Self::Stopped,
-        Self::Swapped,
-        Self::Blocked,
-        Self::Faulty,
-        Self::Tampers,
-    ];
-
-    /// The word for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Idle => "idle",
-            Self::Running => "running",
-            Self::Queued => "queued",
-            Self::Stopped => "stopped",
-            Self::Swapped => "swapped",
-            Self::Blocked => "blocked",
-            Self::Faulty => "faulty",
-            Self::Tampers => "tampers",
-        }
-    }
-
     /// What the word means, in one line.
     pub const fn meaning(self) -> &'static str {
         match self {
@@ -74,11 +51,5 @@ impl TenantState {
                 "its processes undo what gpumux sets: `gpumux explain NAME` has the details"
             }
         }
-    }
-}
-
-impl std::fmt::Display for TenantState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(self.name())
     }
 }
