@@ -58,31 +58,66 @@ pub(crate) fn json_text(text: &str) -> String {
     shown
 }
 
+/// How a command's result is printed.
+#[derive(clap::Args)]
+pub(crate) struct Printed {
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+    /// Print nothing
+    #[arg(short, long, conflicts_with = "json")]
+    pub(crate) quiet: bool,
+}
+
+impl Printed {
+    /// Prints a value, or a text about it.
+    ///
+    /// # Errors
+    /// When stdout cannot be written.
+    pub(crate) fn print(
+        &self,
+        value: &impl Serialize,
+        text: impl FnOnce() -> String,
+    ) -> anyhow::Result<()> {
+        match (self.json, self.quiet) {
+            (true, _) => json(value),
+            (_, true) => Ok(()),
+            _ => print(&text()),
+        }
+    }
+}
+
+/// The first row of a table, of cells between bars.
+pub(crate) fn head(cells: &str) -> Vec<Vec<String>> {
+    vec![cells.split('|').map(str::to_owned).collect()]
+}
+
 /// Lines in columns, two spaces apart. The first row is the head.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
+    columns(rows, 2)
+}
+
+/// The same, so many spaces apart.
+pub(crate) fn columns(rows: &[Vec<String>], gap: usize) -> String {
     let shown = |row: &Vec<String>| row.iter().map(|it| cell(it)).collect();
     let rows: Vec<Vec<String>> = rows.iter().map(shown).collect();
-    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..columns)
-        .map(|c| {
-            rows.iter()
-                .filter_map(|r| r.get(c))
-                .map(|cell| cell.chars().count())
-                .max()
-        })
+    let widths = widths(&rows);
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths);
+        let cells: Vec<String> = cells.map(|(it, width)| format!("{it:width$}")).collect();
+        cells.join(&" ".repeat(gap)).trim_end().to_owned() + "\n"
+    };
+    rows.iter().map(line).collect()
+}
+
+/// How many characters each column has.
+pub(crate) fn widths(rows: &[Vec<String>]) -> Vec<usize> {
+    let count = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let cells = |column| rows.iter().filter_map(move |row| row.get(column));
+    (0..count)
+        .map(|column| cells(column).map(|it| it.chars().count()).max())
         .map(Option::unwrap_or_default)
-        .collect();
-    let mut text = String::new();
-    for row in &rows {
-        let cells: Vec<String> = row
-            .iter()
-            .zip(&widths)
-            .map(|(cell, width)| format!("{cell:width$}"))
-            .collect();
-        text += cells.join("  ").trim_end();
-        text.push('\n');
-    }
-    text
+        .collect()
 }
 
 /// An error with its causes in one line, each said once: many name their cause themselves.
@@ -100,6 +135,30 @@ pub(crate) fn with_causes(error: &anyhow::Error) -> String {
 /// Whether a person watches: progress is shown only then.
 pub(crate) fn watched() -> bool {
     io::stderr().is_terminal()
+}
+
+/// A share as a whole percentage.
+pub(crate) fn percent(share: f64) -> String {
+    format!("{:.0}%", share * 100.0)
+}
+
+/// As much of a text as fits.
+pub(crate) fn cut(text: &str, columns: usize) -> String {
+    match text.chars().count() > columns {
+        true => text
+            .chars()
+            .take(columns.saturating_sub(1))
+            .chain(['…'])
+            .collect(),
+        false => text.to_owned(),
+    }
+}
+
+/// As much of a UUID as tells devices apart: `GPU-5efc3a7e`.
+pub(crate) fn short(uuid: &str) -> &str {
+    uuid.match_indices('-')
+        .nth(1)
+        .map_or(uuid, |(end, _)| &uuid[..end])
 }
 
 /// Bytes with a unit, short: `512 MiB`, `7.5 GiB`.

@@ -407,8 +407,7 @@ impl Drop for Background {
 
 fn text(demo: &Demo) -> String {
     let Device { name, emulated } = &demo.device;
-    let head = ["", "p50", "p99", "p99 / alone", "batch job"];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let mut rows = output::head("|p50|p99|p99 / alone|batch job");
     let alone = demo.rows[0].latency_p99_us;
     for row in &demo.rows {
         rows.push(vec![

@@ -212,7 +212,7 @@ fn place(args: &PlaceArgs) -> anyhow::Result<()> {
     if args.json {
         return output::json(&placed);
     }
-    let mut rows = vec![["POD", "NODE", "GPUS"].map(str::to_owned).to_vec()];
+    let mut rows = output::head("POD|NODE|GPUS");
     rows.extend(placed.iter().map(|placed| {
         let gpus: Vec<String> = placed.gpus.iter().map(usize::to_string).collect();
         vec![
@@ -311,17 +311,7 @@ fn text(report: &Report) -> String {
     let Report {
         gpus, nodes, pods, ..
     } = report;
-    let mut rows = vec![
-        [
-            "POLICY",
-            "ALLOCATED 100%",
-            "ALLOCATED 130%",
-            "FRAGMENTS 130%",
-            "P99",
-        ]
-        .map(str::to_owned)
-        .to_vec(),
-    ];
+    let mut rows = output::head("POLICY|ALLOCATED 100%|ALLOCATED 130%|FRAGMENTS 130%|P99");
     for (name, runs) in &report.policies {
         let at = |arrived, value: fn(Point) -> f64| {
             percent(runs, 2, |timed| timed.run.at(arrived).map(value))
@@ -371,7 +361,7 @@ fn size(args: &SizeArgs) -> anyhow::Result<()> {
     if args.json {
         return output::json(&found.into_iter().collect::<BTreeMap<_, _>>());
     }
-    let mut rows = vec![["SHARING", "GPUS", "ATTAINED"].map(str::to_owned).to_vec()];
+    let mut rows = output::head("SHARING|GPUS|ATTAINED");
     rows[0].extend(USES.map(|used| format!("BEST EFFORT AT {used}%")));
     for (name, needs) in &found {
         let gpus = mean(needs, |need| Some(need.gpus as f64));
@@ -404,8 +394,7 @@ fn size_over_time(args: &SizeArgs) -> anyhow::Result<()> {
     if args.json {
         return output::json(&found);
     }
-    let head = ["SHARING", "GPUS", "WAITED", "LONGEST", "ATTAINED"];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let mut rows = output::head("SHARING|GPUS|WAITED|LONGEST|ATTAINED");
     for (name, needs) in &found {
         let gpus = mean(needs, |need| Some(need.gpus as f64));
         let longest = needs.iter().map(|need| need.longest_wait_s).max().flatten();

@@ -25,12 +25,8 @@ pub(crate) struct Args {
     /// When the work is expected, such as 300us (a number alone is in µs), at most a second ahead
     #[arg(long, value_name = "TIME", value_parser = units::ahead)]
     expected_us: Option<u32>,
-    /// Print the answer as JSON
-    #[arg(long)]
-    json: bool,
-    /// Print nothing
-    #[arg(short, long, conflicts_with = "json")]
-    quiet: bool,
+    #[command(flatten)]
+    printed: output::Printed,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
@@ -39,15 +35,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let name = &args.name;
     let hinted = client::about(name, async |client| client.hint(name, &hint).await)?;
-    if args.json {
-        output::json(&hinted)?;
-    } else if !args.quiet {
+    args.printed.print(&hinted, || {
         let processes = match hinted.processes {
             0 => "no process is connected yet, so the hint has no effect".to_owned(),
             1 => "1 process takes its GPU ahead of the work".to_owned(),
             n => format!("{n} processes take their GPUs ahead of the work"),
         };
-        output::print(&format!("{name}: {processes}\n"))?;
-    }
+        format!("{name}: {processes}\n")
+    })?;
     Ok(ExitCode::SUCCESS)
 }

@@ -69,16 +69,7 @@ fn table(device: &DeviceMemory) -> String {
         bytes(device.occupied),
         bytes(device.free)
     );
-    let head = [
-        "TENANT",
-        "IN USE",
-        "GUARANTEED",
-        "LIMIT",
-        "ABOVE",
-        "PINNED",
-        "SWAPPED",
-    ];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let mut rows = output::head("TENANT|IN USE|GUARANTEED|LIMIT|ABOVE|PINNED|SWAPPED");
     for tenant in &device.tenants {
         rows.push(vec![
             tenant.tenant.clone(),
@@ -116,12 +107,8 @@ for it. Returns when the memory is on the device; where that has no room, the co
 pub(crate) struct Move {
     /// The tenant, as `gpumux ps` names it
     name: String,
-    /// Print the tenant as JSON
-    #[arg(long)]
-    json: bool,
-    /// Print nothing
-    #[arg(short, long, conflicts_with = "json")]
-    quiet: bool,
+    #[command(flatten)]
+    printed: output::Printed,
 }
 
 pub(crate) fn sleep(args: &Move) -> anyhow::Result<ExitCode> {
@@ -137,15 +124,11 @@ pub(crate) fn wake(args: &Move) -> anyhow::Result<ExitCode> {
 }
 
 fn report(args: &Move, asleep: bool) -> anyhow::Result<ExitCode> {
-    if args.quiet {
+    if args.printed.quiet {
         return Ok(ExitCode::SUCCESS);
     }
     let tenant = client::block(async |client| client.tenant(&args.name).await)?;
-    if args.json {
-        output::json(&tenant)?;
-    } else {
-        output::print(&located(&tenant, asleep))?;
-    }
+    (args.printed).print(&tenant, || located(&tenant, asleep))?;
     Ok(ExitCode::SUCCESS)
 }
 

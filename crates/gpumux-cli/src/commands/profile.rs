@@ -485,8 +485,7 @@ fn listed(points: impl Iterator<Item = (u32, f64)>) -> String {
 }
 
 fn shown(profile: &Profile) -> String {
-    let head = ["SMS", "WORK/S", "RELATIVE", "SPREAD"];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let mut rows = output::head("SMS|WORK/S|RELATIVE|SPREAD");
     for point in &profile.points {
         rows.push(vec![
             format!("{}%", point.percent),
@@ -517,15 +516,7 @@ fn or_dash(text: String) -> String {
 }
 
 fn table(programs: &[Program]) -> String {
-    let head = [
-        "FINGERPRINT",
-        "USER",
-        "FROM",
-        "SMS:RELATIVE",
-        "DEMAND",
-        "SENSITIVITY",
-    ];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let mut rows = output::head("FINGERPRINT|USER|FROM|SMS:RELATIVE|DEMAND|SENSITIVITY");
     let part = |it: Option<f64>| it.map_or("-".to_owned(), |it| format!("{it:.2}"));
     for program in programs {
         let most = program.curve.last().map_or(1.0, |(_, rate)| *rate);

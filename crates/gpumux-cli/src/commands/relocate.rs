@@ -33,27 +33,21 @@ pub(crate) struct Args {
     /// Where it shall be: a number as nvidia-smi has it, or a UUID
     #[arg(long, value_name = "GPU")]
     gpu: String,
-    /// Print the move as JSON
-    #[arg(long)]
-    json: bool,
-    /// Print nothing
-    #[arg(short, long, conflicts_with = "json")]
-    quiet: bool,
+    #[command(flatten)]
+    printed: output::Printed,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let (name, gpu) = (&args.name, &args.gpu);
     let moved = client::about(name, async |client| client.relocate(name, gpu).await)?;
-    if args.json {
-        output::json(&moved)?;
-    } else if !args.quiet {
+    args.printed.print(&moved, || {
         let took = moved.out_s + moved.driver_s + moved.back_s;
         let to: String = moved.to.chars().take(12).collect();
-        output::print(&format!(
+        format!(
             "{name}: on {to} after {took:.2} s (out {:.2} s, driver {:.2} s, back {:.2} s)\n",
             moved.out_s, moved.driver_s, moved.back_s
-        ))?;
-    }
+        )
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

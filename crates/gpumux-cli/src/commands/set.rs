@@ -89,7 +89,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 fn table(settings: &[Setting]) -> String {
-    let mut rows = vec![["NAME", "USER", "REMEMBERED"].map(str::to_owned).to_vec()];
+    let mut rows = output::head("NAME|USER|REMEMBERED");
     let row = |set: &Setting| {
         vec![
             set.name.clone(),

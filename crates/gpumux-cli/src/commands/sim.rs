@@ -103,18 +103,9 @@ fn text(report: &Report) -> String {
     let mut text = format!("{}: {}\n", report.scenario, report.about);
     for mode in &report.modes {
         text += &format!("\n{}\n", head(mode));
-        let head = [
-            "  TENANT",
-            "GUARANTEED",
-            "RECEIVED",
-            "LONGEST WAIT",
-            "LAG / BOUND",
-            "RATE",
-            "P50",
-            "P99",
-            "P99.9",
-        ];
-        let mut rows = vec![head.map(str::to_owned).to_vec()];
+        let mut rows = output::head(
+            "  TENANT|GUARANTEED|RECEIVED|LONGEST WAIT|LAG / BOUND|RATE|P50|P99|P99.9",
+        );
         rows.extend(mode.tenants.iter().map(row));
         text += &output::table(&rows);
         for tenant in &mode.tenants {

@@ -70,15 +70,8 @@ pub fn explain(
 
 /// A device as people number it.
 fn gpu(uuid: &str, devices: &[Device]) -> String {
-    let found = devices.iter().position(|device| device.uuid == uuid);
-    let Some((at, device)) = found.map(|at| (at, &devices[at])) else {
-        return uuid.to_owned();
-    };
-    let index = device.hardware.minor.map_or(at, |minor| minor as usize);
-    match device.hardware.mig {
-        Some(mig) => format!("GPU {index}:{}", mig.gpu_instance),
-        None => format!("GPU {index}"),
-    }
+    let number = Device::number(uuid, devices);
+    number.map_or_else(|| uuid.to_owned(), |it| format!("GPU {it}"))
 }
 
 /// What it is entitled to on a device when all tenants there have work.
@@ -1049,8 +1042,9 @@ mod tests {
         let device = Device {
             uuid: "GPU-0".into(),
             state: "ok".into(),
+            index: Some(3),
             hardware: Hardware {
-                minor: Some(3),
+                minor: Some(5),
                 ..Hardware::default()
             },
             ..Device::default()

@@ -576,6 +576,18 @@ pub struct Tenant {
     pub unlisted_calls: Vec<String>,
 }
 
+impl Device {
+    /// What people call the one of these devices: its number, as `nvidia-smi` and `--gpu` have it, and behind it that of a MIG instance.
+    pub fn number(uuid: &str, devices: &[Self]) -> Option<String> {
+        let at = devices.iter().position(|device| device.uuid == uuid)?;
+        let gpu = devices[at].index.map_or(at, |index| index as usize);
+        Some(match devices[at].hardware.mig {
+            Some(mig) => format!("{gpu}:{}", mig.gpu_instance),
+            None => gpu.to_string(),
+        })
+    }
+}
+
 impl Tenant {
     /// The share of each of its devices that is guaranteed to it now: none while its guarantees have lapsed.
     pub fn guaranteed(&self) -> f64 {

@@ -188,11 +188,7 @@ fn estimated(placed: &[Placed], services: &[Service], profile: &Profile, terms: 
 }
 
 fn text(report: &Report) -> String {
-    let mut rows = vec![
-        ["SHARING", "GPUS", "SHARES", "MEMORY", "SERVED"]
-            .map(str::to_owned)
-            .to_vec(),
-    ];
+    let mut rows = output::head("SHARING|GPUS|SHARES|MEMORY|SERVED");
     rows.extend(report.ways.iter().map(|way| {
         vec![
             way.sharing.clone(),

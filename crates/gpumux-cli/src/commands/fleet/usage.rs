@@ -92,11 +92,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let played = |way: Way| (way.name(), usage::play(&recording, way, &setting));
     let ways: Vec<_> = Way::ALL.into_iter().map(played).collect();
     let percent = |value: f64| format!("{value:.1}%");
-    let mut rows = vec![
-        ["SHARING", "GPUS", "ATTAINED", "RECEIVED", "OUT OF MEMORY"]
-            .map(str::to_owned)
-            .to_vec(),
-    ];
+    let mut rows = output::head("SHARING|GPUS|ATTAINED|RECEIVED|OUT OF MEMORY");
     rows.extend(ways.iter().map(|(name, found)| {
         match found {
             Some(found) => vec![

@@ -11,7 +11,7 @@ use gpumux_daemon::api::types::{
     Copying, Device, Domain, Ended, Fault, MemoryShare, Placement, Tenant,
 };
 
-use crate::output;
+use crate::output::{self, cut, percent, short};
 
 /// Longest name and user in a table that is fitted to a terminal.
 const NAME: usize = 16;
@@ -66,34 +66,14 @@ pub(super) fn sort(tenants: &mut [Tenant], by: Sort) {
     });
 }
 
-/// A device's index, as `nvidia-smi` numbers GPUs, with the instance of a MIG device.
+/// What people call a device.
 pub(super) fn index(uuid: &str, devices: &[Device]) -> String {
-    let found = devices.iter().position(|device| device.uuid == uuid);
-    let Some((at, device)) = found.map(|at| (at, &devices[at])) else {
-        return short(uuid);
-    };
-    let gpu = device.hardware.minor.map_or(at, |minor| minor as usize);
-    match device.hardware.mig {
-        Some(mig) => format!("{gpu}:{}", mig.gpu_instance),
-        None => gpu.to_string(),
-    }
+    Device::number(uuid, devices).unwrap_or_else(|| short(uuid).to_owned())
 }
 
 /// One row for each tenant, fitted to a terminal of so many columns, or whole.
 pub(super) fn narrow(tenants: &[Tenant], devices: &[Device], columns: Option<usize>) -> String {
-    let head = [
-        "NAME",
-        "USER",
-        "CLASS",
-        "STATE",
-        "GPU",
-        "SHARE",
-        "GUARANTEED",
-        "WAIT",
-        "MEMORY",
-        "COMMAND",
-    ];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let mut rows = output::head("NAME|USER|CLASS|STATE|GPU|SHARE|GUARANTEED|WAIT|MEMORY|COMMAND");
     rows.extend(tenants.iter().map(|tenant| row(tenant, devices)));
     fit(rows, columns, &[(0, NAME), (1, USER)])
 }
@@ -148,52 +128,21 @@ fn fit(mut rows: Vec<Vec<String>>, columns: Option<usize>, longest: &[(usize, us
         }
     }
     let last = rows.first().map_or(0, Vec::len).saturating_sub(1);
-    let widths: Vec<usize> = (0..last)
-        .map(|column| rows.iter().map(|row| row[column].chars().count()).max())
-        .map(Option::unwrap_or_default)
-        .collect();
-    let taken: usize = widths.iter().sum();
+    let taken: usize = output::widths(&rows).iter().take(last).sum();
     let gap = if taken + 2 * last + COMMAND <= columns {
         2
     } else {
         1
     };
-    let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths);
-        let cells: Vec<String> = cells
-            .map(|(cell, width)| format!("{cell:width$}"))
-            .collect();
-        let text = cells.join(&" ".repeat(gap)) + &" ".repeat(gap) + &row[last];
-        cut(text.trim_end(), columns) + "\n"
-    };
-    rows.iter().map(line).collect()
+    let text = output::columns(&rows, gap);
+    text.lines().map(|line| cut(line, columns) + "\n").collect()
 }
 
 /// One row for each tenant and GPU, with everything.
 pub(super) fn wide(tenants: &[Tenant], devices: &[Device], now: SystemTime) -> String {
-    let head = [
-        "NAME",
-        "USER",
-        "CLASS",
-        "STATE",
-        "GPU",
-        "SHARE",
-        "ENTITLED",
-        "GUARANTEED",
-        "LIMIT",
-        "WEIGHT",
-        "WAIT",
-        "TIMESLICE",
-        "COPIES",
-        "SHARING",
-        "MEMORY",
-        "MEM LIMIT",
-        "SWAPPED",
-        "PIDS",
-        "AGE",
-        "COMMAND",
-    ];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let mut rows = output::head(
+        "NAME|USER|CLASS|STATE|GPU|SHARE|ENTITLED|GUARANTEED|LIMIT|WEIGHT|WAIT|TIMESLICE|COPIES|SHARING|MEMORY|MEM LIMIT|SWAPPED|PIDS|AGE|COMMAND",
+    );
     for tenant in tenants {
         let used = tenant.devices.iter().map(Some);
         let none = tenant.devices.is_empty().then_some(None);
@@ -237,8 +186,7 @@ pub(super) fn wide(tenants: &[Tenant], devices: &[Device], now: SystemTime) -> S
 
 /// Those that have ended, the latest first.
 pub(super) fn ended(ends: &[Ended], now: SystemTime, columns: Option<usize>) -> String {
-    let head = ["ENDED", "USER", "CLASS", "EXIT", "AGO", "RAN", "REASON"];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let mut rows = output::head("ENDED|USER|CLASS|EXIT|AGO|RAN|REASON");
     rows.extend(ends.iter().rev().map(|end| {
         let exit = match (end.exit.code, end.exit.signal) {
             (Some(code), _) => code.to_string(),
@@ -381,29 +329,6 @@ fn memory_columns(memory: &MemoryShare) -> Vec<String> {
     ]
 }
 
-fn percent(share: f64) -> String {
-    format!("{:.0}%", share * 100.0)
-}
-
-fn cut(text: &str, columns: usize) -> String {
-    match text.chars().count() > columns {
-        true => text
-            .chars()
-            .take(columns.saturating_sub(1))
-            .chain(['…'])
-            .collect(),
-        false => text.to_owned(),
-    }
-}
-
-/// As much of a UUID as tells devices apart: `GPU-5efc3a7e`.
-fn short(uuid: &str) -> String {
-    uuid.match_indices('-')
-        .nth(1)
-        .map_or(uuid, |(end, _)| &uuid[..end])
-        .to_owned()
-}
-
 fn join(pids: &[u32]) -> String {
     let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
     pids.join(",")
@@ -479,6 +404,10 @@ mod tests {
             row.ends_with("25%   50%        25%  7.5 GiB python train.py…"),
             "{row}"
         );
+        let mut script = tenants[0].clone();
+        script.command = "sh -c 'a\nb'".into();
+        let rows = narrow(&[script], &[], Some(120)).lines().count();
+        assert_eq!(rows, 2, "a command is in one line");
         let whole = narrow(&tenants, &[], None);
         assert!(
             whole.contains(long) && whole.contains("/data/imagenet"),

@@ -14,7 +14,8 @@ use ratatui::{
 };
 
 use super::view::{Answer, Input, Page, View};
-use text::{cut, lines};
+use crate::output::cut;
+use text::lines;
 
 pub(super) fn draw(frame: &mut Frame<'_>, view: &View) {
     let note = note(view);

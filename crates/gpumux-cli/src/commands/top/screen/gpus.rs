@@ -8,9 +8,9 @@ use ratatui::{
 
 use super::{
     super::view::{Answer, View},
-    text::{bar, cut, percent, title},
+    text::{bar, title},
 };
-use crate::output::bytes;
+use crate::output::{bytes, cut, percent};
 
 /// Columns before a bar.
 const LABEL: usize = 17;

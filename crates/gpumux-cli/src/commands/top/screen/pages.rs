@@ -14,8 +14,8 @@ use super::{
         view::{Answer, View},
     },
     tenants,
-    text::percent,
 };
+use crate::output::percent;
 
 pub(super) fn show(frame: &mut Frame<'_>, area: Rect, view: &View, lines: Vec<Line<'static>>) {
     let last = (lines.len() as u16).saturating_sub(1);

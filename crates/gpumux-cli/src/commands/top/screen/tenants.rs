@@ -12,9 +12,9 @@ use ratatui::{
 use super::{
     super::view::{Answer, Order, Row, View},
     gpus,
-    text::{bar, cut, lines, percent, title},
+    text::{bar, lines, title},
 };
-use crate::output::bytes;
+use crate::output::{bytes, cut, percent};
 
 /// More GPUs than that are on their own page.
 const GPUS: usize = 4;

@@ -1,11 +1,13 @@
 //! Texts of some width.
 
+use gpumux_daemon::api::types::Device;
 use ratatui::{
     layout::Rect,
     widgets::{Paragraph, Wrap},
 };
 
 use super::super::view::Answer;
+use crate::output::short;
 
 /// `columns` wide: filled as far as `part` of it, with a mark.
 pub(super) fn bar(columns: usize, part: f64, mark: Option<f64>) -> String {
@@ -22,29 +24,10 @@ pub(super) fn bar(columns: usize, part: f64, mark: Option<f64>) -> String {
         .collect()
 }
 
-pub(super) fn percent(share: f64) -> String {
-    format!("{:.0}%", share * 100.0)
-}
-
-/// As much of a name as fits.
-pub(super) fn cut(name: &str, columns: usize) -> String {
-    match name.chars().count() > columns {
-        true => name
-            .chars()
-            .take(columns.saturating_sub(1))
-            .chain(['…'])
-            .collect(),
-        false => name.to_owned(),
-    }
-}
-
 /// What people call a device: its index, or as much of its UUID as tells devices apart.
 pub(super) fn title(answer: &Answer, uuid: &str) -> String {
-    let known = answer.status.devices.iter().find(|it| it.uuid == uuid);
-    match known.and_then(|it| it.index) {
-        Some(index) => format!("GPU {index}"),
-        None => uuid.splitn(3, '-').take(2).collect::<Vec<_>>().join("-"),
-    }
+    let number = Device::number(uuid, &answer.status.devices);
+    number.map_or_else(|| short(uuid).to_owned(), |it| format!("GPU {it}"))
 }
 
 /// How many lines a text takes.
