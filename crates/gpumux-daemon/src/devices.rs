@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, OnceLock, PoisonError, RwLock},
     thread::{self, Thread},
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use nvml_wrapper::{
@@ -16,7 +16,10 @@ use nvml_wrapper::{
 use nvml_wrapper_sys::bindings::NvmlLib;
 use tokio::sync::watch;
 
-use crate::api::types::{Hardware, Mig, Readings};
+use crate::{
+    api::types::{Hardware, Mig, Readings},
+    clock::since_1970,
+};
 
 /// How often NVML is asked whether the devices are well, and how much of their memory is used.
 const EVERY: Duration = Duration::from_secs(1);
@@ -404,8 +407,7 @@ fn used_by(device: &Device<'_>, seen: &mut Seen) -> Option<Used> {
         Err(NvmlError::NotFound) => Vec::new(),
         Err(_) => return None,
     };
-    let time = SystemTime::now().duration_since(UNIX_EPOCH);
-    seen.clock.look(Instant::now(), time.unwrap_or_default());
+    seen.clock.look(Instant::now(), since_1970());
     let mut sums: BTreeMap<u32, (f64, f64)> = BTreeMap::new();
     let mut last: BTreeMap<u32, (u64, f64)> = BTreeMap::new();
     for sample in samples.iter().filter(|it| it.sm_util <= 100) {

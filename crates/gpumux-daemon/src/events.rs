@@ -1,14 +1,14 @@
 //! What happened lately: the last events, and a way to wait for the next.
 
-use std::{
-    sync::{Mutex, PoisonError},
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::sync::{Mutex, PoisonError};
 
 use gpumux_core::Ring;
 use tokio::sync::watch;
 
-use crate::api::types::{Event, EventKind};
+use crate::{
+    api::types::{Event, EventKind},
+    clock::since_1970,
+};
 
 /// Events that are kept.
 const MAX_EVENTS: usize = 1024;
@@ -62,10 +62,9 @@ impl Log {
 impl Events {
     /// Something has happened to a tenant of this user, or to a group.
     pub(crate) fn push(&self, kind: EventKind, tenant: Option<(&str, u32)>, text: String) {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let event = Event {
             number: 0,
-            at_ms: now.map_or(0, |now| now.as_millis() as u64),
+            at_ms: since_1970().as_millis() as u64,
             kind,
             tenant: tenant.map(|(name, _)| name.to_owned()),
             uid: tenant.map(|(_, uid)| uid),

@@ -6,12 +6,11 @@
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, PoisonError},
-    time::{SystemTime, UNIX_EPOCH},
 };
 
 use gpumux_core::{Micros, Ring, TenantId};
 
-use crate::api::types;
+use crate::{api::types, clock::since_1970};
 
 /// Most series of tenants, one for each device that a tenant uses.
 pub(crate) const MAX_TENANTS: usize = 256;
@@ -347,8 +346,7 @@ impl Past {
         let (history, made) = &mut *own;
         let made = &mut made[span as usize];
         let make = || {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            let answer = history.answer(span, now.unwrap_or_default().as_secs());
+            let answer = history.answer(span, since_1970().as_secs());
             // No map with odd keys is in it.
             serde_json::to_string(&answer).unwrap_or_default().into()
         };

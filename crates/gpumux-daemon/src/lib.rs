@@ -12,6 +12,7 @@ pub mod forward;
 pub mod paths;
 
 mod claims;
+pub mod clock;
 mod devices;
 mod events;
 pub mod examine;

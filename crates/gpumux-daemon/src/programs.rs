@@ -10,7 +10,6 @@ use std::{
     io,
     path::PathBuf,
     sync::{Mutex, MutexGuard, PoisonError},
-    time::{SystemTime, UNIX_EPOCH},
 };
 
 use gpumux_core::space::{Observation, Program};
@@ -97,10 +96,10 @@ impl Programs {
         table.known.iter().map(show).collect()
     }
 
-    /// A curve that was measured on purpose.
-    pub(crate) fn teach(&self, uid: u32, fingerprint: &str, curve: &types::NewCurve) {
+    /// A curve that was measured on purpose, `now` seconds after 1970.
+    pub(crate) fn teach(&self, uid: u32, fingerprint: &str, curve: &types::NewCurve, now: u64) {
         let mut table = self.table();
-        let known = table.entry(uid, fingerprint);
+        let known = table.entry(uid, fingerprint, now);
         known.program = Program::measured(curve.curve.iter().copied(), curve.bandwidth);
         (known.profiled, known.reported) = (true, curve.reported);
         self.writer.changed();
@@ -121,7 +120,14 @@ impl Programs {
 
     /// Learns from a while of a run, whose work is progress that the program `reported` or pieces of work. Progress replaces what
     /// was learnt of pieces; later pieces, such as those of a start, are no measure then. A profile stays in its unit.
-    pub(crate) fn learn(&self, uid: u32, fingerprint: &str, seen: &Observation, reported: bool) {
+    pub(crate) fn learn(
+        &self,
+        uid: u32,
+        fingerprint: &str,
+        seen: &Observation,
+        reported: bool,
+        now: u64,
+    ) {
         let mut table = self.table();
         let known = table.known.get(&(uid, fingerprint.to_owned()));
         let mut known = known.cloned().unwrap_or_default();
@@ -132,7 +138,7 @@ impl Programs {
             known = Known::default();
         }
         if known.program.learn(seen, known.profiled) {
-            let entry = table.entry(uid, fingerprint);
+            let entry = table.entry(uid, fingerprint, now);
             (entry.program, entry.profiled, entry.reported) =
                 (known.program, known.profiled, reported);
             self.writer.changed();
@@ -166,7 +172,7 @@ impl Programs {
 impl Table {
     /// The entry of a program, as one that is learnt of now; in place of the user's oldest if there are too many; those
     /// that were measured on purpose go last.
-    fn entry(&mut self, uid: u32, fingerprint: &str) -> &mut Known {
+    fn entry(&mut self, uid: u32, fingerprint: &str, now: u64) -> &mut Known {
         let key = (uid, fingerprint.to_owned());
         if !self.known.contains_key(&key) {
             let own = || self.known.iter().filter(|((owner, _), _)| *owner == uid);
@@ -177,8 +183,7 @@ impl Table {
             }
         }
         let known = self.known.entry(key).or_default();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        known.learnt = now.map_or(0, |it| it.as_secs());
+        known.learnt = now;
         known
     }
 }
@@ -221,7 +226,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("late/programs.json");
         let programs = Programs::load(file.clone());
-        programs.teach(1000, "train", &curve(&[(100, 1.0)]));
+        programs.teach(1000, "train", &curve(&[(100, 1.0)]), 7);
         assert!(programs.save().await.is_err());
         std::fs::create_dir(dir.path().join("late")).unwrap();
         programs.save().await.unwrap();
@@ -247,11 +252,11 @@ mod tests {
             bandwidth,
             ..curve(&[(25, 500.0), (100, 1000.0)])
         };
-        first.teach(1000, "train", &profile);
+        first.teach(1000, "train", &profile, 7);
         // What is seen of runs leaves a curve that was measured on purpose alone.
-        first.learn(1000, "train", &seen(9000), false);
-        first.learn(1000, "serve", &seen(100), false);
-        first.learn(1000, "rests", &seen(1), false);
+        first.learn(1000, "train", &seen(9000), false, 7);
+        first.learn(1000, "serve", &seen(100), false, 7);
+        first.learn(1000, "rests", &seen(1), false, 7);
         first.save().await.unwrap();
         let next = programs(&dir);
         let list = next.list();
@@ -270,11 +275,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let programs = programs(&dir);
         let rate = || programs.list()[0].curve[0].1;
-        programs.learn(1000, "serve", &seen(9000), false);
+        programs.learn(1000, "serve", &seen(9000), false, 7);
         assert_eq!((rate(), programs.list()[0].reported), (9000.0, false));
-        programs.learn(1000, "serve", &seen(500), true);
+        programs.learn(1000, "serve", &seen(500), true, 7);
         // Its next start has work before it reports.
-        programs.learn(1000, "serve", &seen(9000), false);
+        programs.learn(1000, "serve", &seen(9000), false, 7);
         assert_eq!((rate(), programs.list()[0].reported), (500.0, true));
         // A profile stays in its unit.
         for unit in [false, true] {
@@ -282,9 +287,9 @@ mod tests {
                 reported: unit,
                 ..curve(&[(25, 100.0), (100, 1000.0)])
             };
-            programs.teach(1000, "serve", &profile);
+            programs.teach(1000, "serve", &profile, 7);
             for reported in [false, true] {
-                programs.learn(1000, "serve", &seen(700), reported);
+                programs.learn(1000, "serve", &seen(700), reported, 7);
             }
             let kept = &programs.list()[0];
             assert_eq!((&kept.curve, kept.reported), (&profile.curve, unit));
@@ -296,7 +301,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let programs = programs(&dir);
         for uid in [1000, 1001] {
-            programs.teach(uid, "train", &curve(&[(100, 1.0)]));
+            programs.teach(uid, "train", &curve(&[(100, 1.0)]), 7);
         }
         assert!(!programs.forget(1002, "train"));
         assert!(programs.forget(1000, "train"));
@@ -309,17 +314,16 @@ mod tests {
     #[test]
     fn a_users_programs_are_bounded_and_the_oldest_goes() {
         let mut table = Table::default();
-        table.entry(1, "other");
+        table.entry(1, "other", 0);
         for n in 0..=MAX_PROGRAMS {
-            table.entry(0, &format!("{n:04}")).learnt = n as u64;
+            table.entry(0, &format!("{n:04}"), n as u64);
         }
         assert_eq!(table.known.len(), MAX_PROGRAMS + 1);
         let knows = |uid, name: &str| table.known.contains_key(&(uid, name.to_owned()));
         assert!(knows(1, "other") && knows(0, "0001") && !knows(0, "0000"));
         // What was measured on purpose stays longest.
-        table.entry(0, "0001").profiled = true;
-        table.entry(0, "0001").learnt = 1;
-        table.entry(0, "new");
+        table.entry(0, "0001", 1).profiled = true;
+        table.entry(0, "new", MAX_PROGRAMS as u64 + 1);
         let knows = |uid, name: &str| table.known.contains_key(&(uid, name.to_owned()));
         assert!(knows(0, "0001") && !knows(0, "0002"));
     }

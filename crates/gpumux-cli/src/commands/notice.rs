@@ -7,7 +7,7 @@ use std::{
     io::IsTerminal,
     process::{self, ExitCode},
     thread,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::Duration,
 };
 
 use gpumux_daemon::api::types::Ended;
@@ -43,7 +43,7 @@ pub(super) fn follow(tenant: &str) {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let began = seconds();
+    let began = gpumux_daemon::clock::since_1970().as_secs();
     if let Some(pid) = Pid::from_raw(args.pid)
         && let Ok(program) = pidfd_open(pid, PidfdFlags::empty())
     {
@@ -63,9 +63,4 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         thread::sleep(ASKED.1);
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn seconds() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(0, |now| now.as_secs())
 }

@@ -18,11 +18,7 @@ mod state;
 mod trace;
 pub mod types;
 
-use std::{
-    convert::Infallible,
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::{convert::Infallible, sync::Arc};
 
 use axum::{
     Extension, Json, Router,
@@ -40,6 +36,7 @@ use serde::Deserialize;
 use utoipa::OpenApi;
 
 use crate::{
+    clock::since_1970,
     devices::numbered,
     memory as moves,
     peer::Peer,
@@ -186,9 +183,6 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
     let totals = (view.totals.iter())
         .filter_map(|((id, device), totals)| Some((name(*id)?, device.clone(), *totals)))
         .collect();
-    let now = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
     let scrape = metrics::Scrape {
         totals,
         groups: seen.groups.clone(),
@@ -204,7 +198,7 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
             })
             .collect(),
         // Whole seconds, so that it stays the same.
-        started: now
+        started: since_1970()
             .saturating_sub(api.started.elapsed())
             .as_secs_f64()
             .round(),

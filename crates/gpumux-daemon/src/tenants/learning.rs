@@ -9,7 +9,7 @@ use std::{
 use gpumux_core::{TenantId, space::Observation};
 
 use super::{model::Tenant, registry::Tenants};
-use crate::scheduler::View;
+use crate::{clock::since_1970, scheduler::View};
 
 /// How long one look at running programs takes.
 const WINDOW: Duration = Duration::from_secs(2);
@@ -64,7 +64,8 @@ pub(super) async fn watch(tenants: Weak<Tenants>) {
             for (tenant, seen) in steady(&mut alone, seen) {
                 let fingerprint = tenant.placement.fingerprint.as_deref().unwrap_or_default();
                 let reported = now.1.get(&tenant.id).is_some_and(|it| it.progress > 0);
-                (tenants.programs).learn(tenant.uid, fingerprint, &seen, reported);
+                let time = since_1970().as_secs();
+                (tenants.programs).learn(tenant.uid, fingerprint, &seen, reported, time);
             }
             before = now;
         }

@@ -1,18 +1,13 @@
 //! What a tenant is, by which names and secrets it is known, and why a request for one is refused.
 
-use std::{
-    collections::BTreeMap,
-    io,
-    path::PathBuf,
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::{collections::BTreeMap, io, path::PathBuf, sync::Arc};
 
 use gpumux_core::{MAX_NAME, TenantId, TenantSpec, admission::Refusal, is_name, space};
 
 use super::life::Life;
 use crate::{
     api::types::{Ended, NewTenant, Placement},
+    clock::since_1970,
     groups::{Key, Membership},
     link::SessionId,
     peer::{Peer, ProcessFd, ProcessId},
@@ -189,14 +184,13 @@ impl Tenant {
         token: String,
         devices: Vec<String>,
     ) -> Self {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
             id,
             name: owner.name.clone(),
             spec,
             uid: owner.uid,
             user: owner.policy.user.clone(),
-            since: now.map_or(0, |now| now.as_secs()),
+            since: since_1970().as_secs(),
             pids: Vec::new(),
             token,
             made_for: None,
@@ -232,7 +226,6 @@ impl Tenant {
 
     /// What is kept of it when it ends now.
     pub(super) fn end(&self) -> Ended {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let life = &self.life;
         let report = life.report();
         Ended {
@@ -242,7 +235,7 @@ impl Tenant {
             class: self.spec.class.to_string(),
             command: life.command.clone(),
             since: self.since,
-            at: now.map_or(0, |now| now.as_secs()),
+            at: since_1970().as_secs(),
             exit: life.exit(),
             reason: match self.kept {
                 true => "deleted".into(),

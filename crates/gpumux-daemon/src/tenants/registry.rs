@@ -28,6 +28,7 @@ use crate::{
         Ended, EventKind, Exit, Fault, LostOutput, NewCurve, Relocated, Reported, Setting,
         SpecChange,
     },
+    clock::since_1970,
     events::Events,
     groups::{Groups, Key, UnauthorizedClient},
     link::SessionId,
@@ -66,7 +67,8 @@ impl Tenants {
         if curve.bandwidth.is_some_and(|it| !it.is_valid()) {
             return Err(TenantError::BadBandwidth);
         }
-        self.programs.teach(uid, fingerprint, curve);
+        let now = since_1970().as_secs();
+        self.programs.teach(uid, fingerprint, curve, now);
         self.save_programs().await
     }
 

@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Weak},
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use gpumux_core::TenantId;
@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     api::types::{EventKind, Fault},
+    clock::since_1970,
     failure::{Crash, Failure},
     groups::Client,
     hold,
@@ -157,7 +158,7 @@ impl Tenants {
         mut crashes: Vec<Crash>,
     ) -> Result<(), Stopped> {
         let begun = Instant::now();
-        let at = (SystemTime::now().duration_since(UNIX_EPOCH)).map_or(0, |it| it.as_secs());
+        let at = since_1970().as_secs();
         let give_up = |answer| Command::GiveUp(group.into(), answer);
         let more = self.scheduler.ask(give_up).await?;
         crashes.extend(more);
@@ -389,7 +390,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn member_that_ended_is_named_also_if_a_member_tells_of_the_lost_server() {
+    async fn ended_member_is_named_if_another_reports_the_lost_server() {
         let dir = tempfile::tempdir().unwrap();
         let tenants = with_groups(&dir, CONTROL).await;
         for name in ["ended", "told"] {
@@ -494,7 +495,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_group_that_does_not_start_does_not_delay_the_faults_of_others() {
+    async fn group_that_does_not_start_delays_no_faults_of_others() {
         let dir = tempfile::tempdir().unwrap();
         let slow = dir.path().join("slow");
         let script = CONTROL.replace("$GPUMUX_TEST_SLOW", &slow.display().to_string());
