@@ -63,6 +63,14 @@ fn state(guard: &mut Option<State>) -> &mut State {
     })
 }
 
+impl State {
+    /// For how long its daemon, if there was one lately, may still come back.
+    fn may_return(&self, now: Instant) -> Option<Duration> {
+        let left = RETURN.saturating_sub(now.duration_since(self.lost?));
+        (!left.is_zero()).then_some(left)
+    }
+}
+
 /// The state once it is known whether there is a session.
 fn settled() -> MutexGuard<'static, Option<State>> {
     let mut guard = lock();
@@ -101,8 +109,7 @@ pub(crate) fn await_return() -> bool {
         if it.link == Link::Up {
             return true;
         }
-        let left = it.lost.map(|lost| RETURN.saturating_sub(lost.elapsed()));
-        let Some(left) = left.filter(|left| !left.is_zero()) else {
+        let Some(left) = it.may_return(Instant::now()) else {
             return false;
         };
         let waited = CHANGED.wait_timeout(guard, left);
@@ -225,4 +232,21 @@ pub(crate) fn answered(ticket: u32, answer: (u64, u64)) -> bool {
     drop(guard);
     CHANGED.notify_all();
     waits
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lost_daemon_may_return_for_a_while() {
+        let lost = Instant::now();
+        let mut guard = None;
+        let state = state(&mut guard);
+        assert_eq!(state.may_return(lost), None, "there was none");
+        state.lost = Some(lost);
+        let second = Duration::from_secs(1);
+        assert_eq!(state.may_return(lost + second), Some(RETURN - second));
+        assert_eq!(state.may_return(lost + RETURN), None);
+    }
 }

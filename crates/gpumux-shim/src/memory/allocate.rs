@@ -26,8 +26,7 @@ use crate::{
         block::{Block, UNKNOWN},
         ipc,
         native::{count_native, give_natives, release_native},
-        physical, pools,
-        ranges::{self, Allocation},
+        physical, pools, ranges,
         space::{
             self, Native, Space, batch, current_device, defer, drop_spares, find, give, let_go,
             off, settle, take, tell_with, with,
@@ -187,12 +186,7 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
             if small {
                 return space.carve_from(at, context, bytes).ok_or(OUT_OF_MEMORY);
             }
-            let allocation = Allocation {
-                bytes,
-                block: at,
-                context,
-            };
-            ranges::write(|it| it.allocations.insert(at, allocation));
+            ranges::add(at, bytes, at, context);
             Ok(at)
         });
         // Another thread has given a device access meanwhile, and may not have found this block.
@@ -241,12 +235,7 @@ impl Space {
         };
         let place = self.spares.iter().position(fits)?;
         let at = self.spares.swap_remove(place);
-        let allocation = Allocation {
-            bytes,
-            block: at,
-            context,
-        };
-        ranges::write(|it| it.allocations.insert(at, allocation));
+        ranges::add(at, bytes, at, context);
         Some(at)
     }
 
@@ -260,12 +249,7 @@ impl Space {
         if length > units {
             free.insert(offset + units, length - units);
         }
-        let allocation = Allocation {
-            bytes,
-            block: at,
-            context,
-        };
-        ranges::write(|it| it.allocations.insert(at + offset, allocation));
+        ranges::add(at + offset, bytes, at, context);
         Some(at + offset)
     }
 

@@ -29,7 +29,7 @@ use crate::{
         attempt::{self, Refused},
         block::{Block, Departed, Elastic},
         granules::{CACHED, FREE, IN_USE, OUT, Table, is_settable},
-        ranges::{self, Allocation},
+        ranges,
         space::{self, Space, with},
         vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
     },
@@ -48,6 +48,9 @@ const LOW: Duration = Duration::from_secs(10);
 
 /// There was a range.
 static ANY: AtomicBool = AtomicBool::new(false);
+
+/// Of a device: its UUID, and bytes that are free and those that are a cache.
+type Droppable = (String, u64, u64);
 
 #[derive(Default)]
 struct Reports {
@@ -115,12 +118,7 @@ fn make(device: c_int, context: u64, bytes: u64, granule: u64) -> Result<Table, 
         let elastic = Elastic { table, scratch };
         let block = Block::elastic((bytes, device, context), granule, elastic);
         space.blocks.insert(at, block);
-        let allocation = Allocation {
-            bytes,
-            block: at,
-            context,
-        };
-        ranges::write(|it| it.allocations.insert(at, allocation));
+        ranges::add(at, bytes, at, context);
     });
     Ok(table)
 }
@@ -295,7 +293,7 @@ fn mark(address: u64, first: u64, count: u64, state: u32) -> i64 {
         IN_USE => gate::through_by(Instant::now() + PATIENCE, set).unwrap_or(count as i64),
         _ => {
             let lost = set();
-            if is_due(Instant::now()) {
+            if guard::lock(&REPORTS).is_due(Instant::now()) {
                 wake::agent();
             }
             lost
@@ -426,8 +424,31 @@ pub(crate) fn forget_told() {
     reports.next = None;
 }
 
-fn is_due(now: Instant) -> bool {
-    guard::lock(&REPORTS).next.is_none_or(|next| next <= now)
+impl Reports {
+    fn is_due(&self, now: Instant) -> bool {
+        self.next.is_none_or(|next| next <= now)
+    }
+
+    /// Whether targets were low until now.
+    fn raises(&mut self, now: Instant) -> bool {
+        self.low.take_if(|low| *low <= now).is_some()
+    }
+
+    /// What the daemon does not have yet, of what was found by device. The next report is due a while later.
+    fn changed(&mut self, found: BTreeMap<c_int, Droppable>, now: Instant) -> Vec<Shim> {
+        self.next = Some(now + PERIOD);
+        let news = found
+            .into_iter()
+            .filter_map(|(device, (uuid, free, cached))| {
+                let known = self.told.insert(device, (free, cached));
+                (known != Some((free, cached))).then_some(Shim::Droppable {
+                    device: uuid,
+                    free,
+                    cached,
+                })
+            });
+        news.collect()
+    }
 }
 
 /// Reports what has changed, now and then; how soon the agent is to look again at the latest.
@@ -436,11 +457,13 @@ pub(crate) fn look(settles: Option<Duration>) -> Option<Duration> {
         return settles;
     }
     let now = Instant::now();
-    let raise = guard::lock(&REPORTS).low.take_if(|low| *low <= now);
-    if raise.is_some() {
+    let mut reports = guard::lock(&REPORTS);
+    let (raises, is_due) = (reports.raises(now), reports.is_due(now));
+    drop(reports);
+    if raises {
         Table::all().for_each(|table| table.set_target(u64::MAX));
     }
-    if is_due(now) {
+    if is_due {
         report();
     }
     Some(settles.map_or(PERIOD, |it| it.min(PERIOD)))
@@ -453,22 +476,15 @@ pub(crate) fn report() {
     }
     let found = with(|space| space.droppable());
     let mut reports = guard::lock(&REPORTS);
-    reports.next = Some(Instant::now() + PERIOD);
-    for (device, (uuid, free, cached)) in found {
-        if reports.told.insert(device, (free, cached)) != Some((free, cached)) {
-            lease::tell(Shim::Droppable {
-                device: uuid,
-                free,
-                cached,
-            });
-        }
-    }
+    reports
+        .changed(found, Instant::now())
+        .into_iter()
+        .for_each(lease::tell);
 }
 
 impl Space {
-    /// By device: its UUID, and bytes that are free and those that are a cache.
-    fn droppable(&self) -> BTreeMap<c_int, (String, u64, u64)> {
-        let mut found: BTreeMap<c_int, (String, u64, u64)> = BTreeMap::new();
+    fn droppable(&self) -> BTreeMap<c_int, Droppable> {
+        let mut found: BTreeMap<c_int, Droppable> = BTreeMap::new();
         for block in self.blocks.values().filter(|it| it.elastic.is_some()) {
             let (free, cached) = block.droppable();
             let uuid = self.uuid(block.device).unwrap_or_default();
@@ -482,6 +498,32 @@ impl Space {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn reports_have_only_changes_and_are_due_after_a_period() {
+        let start = Instant::now();
+        let mut reports = Reports::default();
+        let found = |free| BTreeMap::from([(0, ("GPU-0".to_owned(), free, 7))]);
+        assert!(reports.is_due(start));
+        assert_eq!(reports.changed(found(1), start).len(), 1);
+        let early = start + PERIOD - Duration::from_nanos(1);
+        assert!(!reports.is_due(early) && reports.is_due(start + PERIOD));
+        assert_eq!(reports.changed(found(1), early), []);
+        assert!(!reports.is_due(start + PERIOD), "it counts from the last");
+        assert_eq!(reports.changed(found(2), early).len(), 1);
+    }
+
+    #[test]
+    fn targets_are_low_until_their_time_is_over() {
+        let start = Instant::now();
+        let mut reports = Reports {
+            low: Some(start + LOW),
+            ..Reports::default()
+        };
+        assert!(!reports.raises(start));
+        assert!(reports.raises(start + LOW));
+        assert!(!reports.raises(start + LOW), "once");
+    }
 
     #[test]
     fn neighbours_are_mapped_at_once() {

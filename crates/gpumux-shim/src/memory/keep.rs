@@ -43,7 +43,7 @@ use crate::{
         },
         attempt::{self, Refused},
         block::Block,
-        ranges::{self, Allocation},
+        ranges,
         space::{self, Space, with},
         vmm::{self, Chunk, GRANULE},
     },
@@ -345,7 +345,7 @@ fn keep(name: &str, device: c_int, bytes: u64) -> Result<(u64, Option<u64>), c_i
     let found = kept.find(name)?;
     if let Some((_, file)) = found.as_ref().filter(|(buffer, _)| *buffer == wanted) {
         let at = import(layout, (device, context), file)?;
-        kept.take_over(name, at, device, layout.bytes());
+        kept.add(name, at, device, layout.bytes(), true);
         let step = layout.restore(at).map_err(|_| REFUSED)?;
         return Ok((at, step));
     }
@@ -362,7 +362,7 @@ fn keep(name: &str, device: c_int, bytes: u64) -> Result<(u64, Option<u64>), c_i
         return Err(error);
     }
     with(|space| space.own(at, layout));
-    kept.add(name, at, device, layout.bytes());
+    kept.add(name, at, device, layout.bytes(), false);
     Ok((at, None))
 }
 
@@ -428,23 +428,10 @@ impl Kept {
         self.order(&request, Some(&file))
     }
 
-    /// A new buffer, whose memory is in the lease.
-    fn add(&mut self, name: &str, address: u64, device: c_int, bytes: u64) {
-        let entry = Entry {
-            address,
-            device,
-            bytes,
-        };
-        self.all.insert(name.to_owned(), entry);
-        space::tell_with(|space| {
-            let kept = space.keep_more(device, bytes);
-            kept.into_iter().chain(space.trim(device))
-        });
-    }
-
-    /// A buffer that an earlier process has left, or this one when its context ended.
-    fn take_over(&mut self, name: &str, address: u64, device: c_int, bytes: u64) {
-        if let Some(entry) = self.all.get_mut(name) {
+    /// A new buffer, whose memory is in the lease; or an inherited one, that an earlier process has left, or this one when its context
+    /// ended.
+    fn add(&mut self, name: &str, address: u64, device: c_int, bytes: u64, inherited: bool) {
+        if let Some(entry) = self.all.get_mut(name).filter(|_| inherited) {
             entry.address = address;
             return;
         }
@@ -455,10 +442,17 @@ impl Kept {
         };
         self.all.insert(name.to_owned(), entry);
         space::tell_with(|space| {
-            space.inherit(device, bytes);
+            if inherited {
+                space.inherit(device, bytes);
+            }
             let kept = space.keep_more(device, bytes);
-            kept.into_iter()
-                .chain(space.book_foreign(device, bytes, true))
+            kept.into_iter().chain(match inherited {
+                true => space
+                    .book_foreign(device, bytes, true)
+                    .into_iter()
+                    .collect(),
+                false => space.trim(device),
+            })
         });
     }
 
@@ -495,12 +489,7 @@ impl Space {
     /// The memory of a buffer is mapped.
     fn place(&mut self, at: u64, own: (c_int, u64), chunk: Chunk) {
         self.blocks.insert(at, Block::whole(own, chunk));
-        let allocation = Allocation {
-            bytes: chunk.bytes,
-            block: at,
-            context: own.1,
-        };
-        ranges::write(|it| it.allocations.insert(at, allocation));
+        ranges::add(at, chunk.bytes, at, own.1);
     }
 
     /// The supervisor has it, too.

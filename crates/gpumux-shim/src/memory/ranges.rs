@@ -156,6 +156,16 @@ pub(crate) fn write<R>(work: impl FnOnce(&mut Ranges) -> R) -> R {
     RANGES.write(work)
 }
 
+/// The program has an allocation of so many bytes at an address, in a block.
+pub(crate) fn add(at: u64, bytes: u64, block: u64, context: u64) {
+    let allocation = Allocation {
+        bytes,
+        block,
+        context,
+    };
+    write(|it| it.allocations.insert(at, allocation));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
