@@ -690,10 +690,11 @@ impl Groups {
     /// Whether a group's servers were stopped, or do not answer; they are asked when it is time to. A control daemon answers for
     /// itself as long as nobody asks for what only a server knows.
     async fn hangs(&self, group: &Group, process: ProcessId, pulse: &mut Pulse) -> bool {
+        let now = Instant::now();
         if pulse.of != Some(process) {
             *pulse = Pulse {
                 of: Some(process),
-                felt: Some(Instant::now()),
+                felt: Some(now),
                 ..Pulse::default()
             };
         }
@@ -702,7 +703,7 @@ impl Groups {
         if pulse.has_stopped(pulse.known.iter().any(stopped)) {
             return true;
         }
-        if !pulse.is_due() {
+        if !pulse.is_due(now) {
             return false;
         }
         let servers: Vec<u32> = match self.ask(group, "get_server_list").await {
@@ -829,12 +830,12 @@ impl Pulse {
         self.stopped >= STOPPED
     }
 
-    fn is_due(&mut self) -> bool {
+    fn is_due(&mut self, now: Instant) -> bool {
         let missing = self.misses > 0 || self.starting.is_some();
         let pause = if missing { PING_AGAIN } else { PING };
-        let due = self.felt.is_none_or(|felt| felt.elapsed() >= pause);
+        let due = (self.felt).is_none_or(|felt| now.duration_since(felt) >= pause);
         if due {
-            self.felt = Some(Instant::now());
+            self.felt = Some(now);
         }
         due
     }

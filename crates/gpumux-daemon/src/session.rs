@@ -341,7 +341,7 @@ impl Sessions {
             process: peer.fd.as_ref(),
             keys: BTreeMap::new(),
             rejected: 0,
-            refused: BTreeMap::new(),
+            refused: Refused::default(),
             kept: Vec::new(),
             rate: self.rate(tenant),
             permits: None,
@@ -445,8 +445,7 @@ struct Session<'a> {
     /// Its groups: whether each is a compute group.
     keys: BTreeMap<u32, bool>,
     rejected: usize,
-    /// Compute groups of its own whose controls the driver refused, until when it may report that it has freed them, and the refusal.
-    refused: BTreeMap<u32, (Instant, ControlFailure)>,
+    refused: Refused,
     /// Files that its memory lives with, if it shares a group.
     kept: Vec<OwnedFd>,
     rate: Arc<Rate>,
@@ -454,6 +453,32 @@ struct Session<'a> {
     permits: Option<(Arc<Permits>, OwnedFd)>,
     /// Groups that shall be scheduled at launch, once the process has named their devices.
     offered: BTreeMap<u32, Offered>,
+}
+
+/// Compute groups of its own whose controls the driver refused, until when it may report that it has freed them, and the refusal.
+#[derive(Default)]
+struct Refused(BTreeMap<u32, (Instant, ControlFailure)>);
+
+impl Refused {
+    fn add(&mut self, key: u32, error: ControlFailure, now: Instant) {
+        self.0.insert(key, (now + FREED, error));
+    }
+
+    fn remove(&mut self, key: u32) {
+        self.0.remove(&key);
+    }
+
+    /// When the first is due.
+    fn next(&self) -> Option<Instant> {
+        self.0.values().map(|(until, _)| *until).min()
+    }
+
+    /// The refusal of one that was not freed in time.
+    fn due(&mut self, now: Instant) -> Option<ControlFailure> {
+        let late = |_: &u32, (until, _): &mut (Instant, _)| *until <= now;
+        let due = self.0.extract_if(.., late).next();
+        due.map(|(_, (_, error))| error)
+    }
 }
 
 /// A group that shall be scheduled at launch.
@@ -471,7 +496,7 @@ impl Session<'_> {
             if !pause.is_zero() {
                 tokio::time::sleep(pause).await;
             }
-            let late = self.refused.values().map(|(until, _)| *until).min();
+            let late = self.refused.next();
             let received = match late.map(tokio::time::Instant::from_std) {
                 Some(late) => tokio::time::timeout_at(late, receive(events)).await,
                 None => Ok(receive(events).await),
@@ -544,7 +569,7 @@ impl Session<'_> {
             Shim::Gone { key } => {
                 self.keys.remove(&key);
                 self.offered.remove(&key);
-                self.refused.remove(&key);
+                self.refused.remove(key);
                 scheduler
                     .ask(|answer| Command::Gone(id, key, answer))
                     .await?;
@@ -616,12 +641,8 @@ impl Session<'_> {
 
     /// The program still has a group whose controls the driver refused.
     async fn give_up_refused(&mut self) -> Result<(), Refusal> {
-        let now = Instant::now();
-        let due = (self.refused)
-            .extract_if(.., |_, (until, _)| *until <= now)
-            .next();
-        match due {
-            Some((_, (_, error))) => self.leave_unmanaged(error).await,
+        match self.refused.due(Instant::now()) {
+            Some(error) => self.leave_unmanaged(error).await,
             None => Ok(()),
         }
     }
@@ -725,7 +746,7 @@ impl Session<'_> {
                 // The members of an MPS group stay: it is controlled through the others' handles, and those that wait for a lost server
                 // are ended.
                 if engine == gpumux_rm::layout::engine::GR0 && !shared {
-                    self.refused.insert(key, (Instant::now() + FREED, error));
+                    self.refused.add(key, error, Instant::now());
                 }
                 let leave = |answer| Command::LeaveUnmanaged(id, lost, answer);
                 self.sessions.scheduler.ask(leave).await?;

@@ -132,12 +132,11 @@ mod tests {
         let (socket, _process) = pair(SocketType::SEQPACKET).unwrap();
         let link = Link::new(id, TenantId(1), 7, Arc::clone(&page), socket.into());
         alarm.watch(&link);
-        thread::sleep(LOOK);
         assert_eq!(alarm.noticed_after_ms(id), None);
         page.set_fault(719);
         let noticed = || alarm.noticed_after_ms(id);
         let after = gpumux_tests::wait_for("the alarm", Duration::from_secs(20), noticed);
-        thread::sleep(2 * LOOK);
+        alarm.0.state().watched.values_mut().for_each(Watched::look);
         assert_eq!(noticed(), Some(after), "it counts from then");
         alarm.forget(id);
         assert_eq!(noticed(), None);

@@ -39,12 +39,26 @@ async fn groups_that_cannot_be_controlled_end_their_session() {
     let member = uncontrolled(&node, 21, denied, true).await;
     refused(&absent, why).await;
     refused(&busy, why).await;
-    tokio::time::sleep(FREED).await;
     for (session, client) in [(&freed, 22), (&member, 23)] {
         let file = node.driver.open();
         send(session, &fake::group(1, client), Some(file.as_fd()));
     }
     node.until_domains(2).await;
+}
+
+#[test]
+fn group_with_refused_controls_is_due_unless_it_was_freed() {
+    let start = std::time::Instant::now();
+    let failure = || ControlFailure::new("freeze", gpumux_rm::Cause::Refused, "gone");
+    let mut groups = Refused::default();
+    assert_eq!(groups.next(), None);
+    groups.add(1, failure(), start);
+    groups.add(2, failure(), start + FREED / 2);
+    groups.remove(1);
+    assert_eq!(groups.next(), Some(start + FREED / 2 + FREED));
+    assert!(groups.due(start + FREED).is_none());
+    assert!(groups.due(start + FREED * 2).is_some());
+    assert!(groups.due(start + FREED * 2).is_none(), "once");
 }
 
 #[tokio::test(flavor = "multi_thread")]
