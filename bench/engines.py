@@ -170,7 +170,7 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
     plain: dict[str, Any] = {"kv_cache_memory_bytes": options.cache}
     if options.graphs:
         # Steps that only decode are CUDA graphs; nothing is compiled, which takes minutes.
-        plain |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+        plain |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48]}}
     with mode_of("stock", logs) as mode:
         worker = engine(mode, "tokens", options, **plain)
         try:
@@ -189,6 +189,8 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
         rounds = [greedy(worker, options, 0)]
         if "taken" not in rounds[0]:
             raise BenchError(f"the KV cache is not elastic: see {worker.log}")
+        if options.graphs and not options.stand_in and rounds[0]["graphs"] != "FULL_DECODE_ONLY":
+            raise BenchError(f"vLLM has CUDA graphs {rounds[0]['graphs']}, and not of its decoding steps: see {worker.log}")
         with taker(mode, rounds[0]["committed"], logs, options) as other:
             while len(rounds) <= options.rounds and not other.error and options.left.lasts(LAST_S):
                 rounds.append(greedy(worker, options, len(rounds)))

@@ -75,8 +75,8 @@ class Vllm:
         """What became of an elastic cache; empty without one."""
         if not self.blocks:
             return {}
-        memory = self.blocks.memory
-        return {"refused": self.blocks.refused, "committed": memory.committed(), **memory.losses()}
+        memory, graphs = self.blocks.memory, self.engine.vllm_config.compilation_config.cudagraph_mode.name
+        return {"graphs": graphs, "refused": self.blocks.refused, "committed": memory.committed(), **memory.losses()}
 
     def drop(self, names: Iterable[str]) -> None:
         """Forgets requests."""
