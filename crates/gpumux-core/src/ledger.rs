@@ -180,13 +180,14 @@ impl Ledger {
         }
     }
 
-    /// What tenants have on the device without what is still on its way there.
+    /// What is still on its way to the device.
+    pub fn expected(&self) -> u64 {
+        (self.expected.values()).fold(0, |sum, it| sum.saturating_add(*it))
+    }
+
+    /// What tenants have on the device without that.
     pub fn physical(&self) -> u64 {
-        let expected = self
-            .expected
-            .values()
-            .fold(0, |sum: u64, it| sum.saturating_add(*it));
-        self.resident().saturating_sub(expected)
+        self.resident().saturating_sub(self.expected())
     }
 
     /// What contexts, and programs that are no tenants, occupy.

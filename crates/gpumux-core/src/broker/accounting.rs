@@ -227,6 +227,9 @@ impl Device {
         });
         let expected = self.in_leaving().saturating_add(self.in_arriving());
         let now = beyond.saturating_sub(expected);
+        // What is beyond the last look may be a part of what is on its way back.
+        let came = now.saturating_sub(self.last_look.unwrap_or(0));
+        let now = now - came.min(self.ledger.expected());
         self.foreign = now.min(self.last_look.unwrap_or(now));
         self.last_look = Some(now);
         self.occupy();

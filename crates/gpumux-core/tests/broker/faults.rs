@@ -472,3 +472,37 @@ pub(crate) fn copy_behind_a_collective_of_a_peer_delays_a_move() {
     assert_eq!(world.answers.get(&1), Some(&Ok(())));
     assert!(!world.is_home(1) && world.frozen.contains(&TenantId(1)));
 }
+
+/// A look at the device may come at any moment of a return.
+#[test]
+fn memory_that_comes_back_is_not_foreign() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.tenant(2, Class::Batch, 5 * GIB);
+    assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+    world.measure();
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(S);
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Stopped;
+    world.event(Event::Wake(TenantId(1), 2));
+    let mut free = |there: u64| {
+        // Of what is there, 6 GiB are the tenant's, and not reported yet.
+        world.unfreed = there;
+        for _ in 0..2 {
+            world.run_for(S);
+            world.measure();
+        }
+        world.broker.lines().remove(0).free
+    };
+    let all = free(0);
+    assert_eq!((free(3 * GIB), free(6 * GIB)), (all, all));
+    assert_eq!(free(7 * GIB), all - GIB, "the rest is foreign");
+    // What is guaranteed is not refused meanwhile: it comes later.
+    world.ask(ProcessId(2), 1, 5 * GIB);
+    world.run_for(TRIM + TRIM);
+    assert_eq!(world.grants.get(&(ProcessId(2), 1)), None);
+    world.unfreed = 0;
+    world.wake_up(1);
+    world.run_for(Micros::from_secs(10));
+    assert_eq!(world.grants.get(&(ProcessId(2), 1)), Some(&(5 * GIB)));
+}
