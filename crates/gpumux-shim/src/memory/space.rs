@@ -497,12 +497,9 @@ impl Space {
         let table = block.elastic.map(|it| it.table);
         let before = table.map_or(OUT, |it| it.state(index));
         let (departed, device) = (block.left(at, index, host)?, block.device);
+        let dropped = departed.dropped() > 0;
         if let Some(table) = table {
-            table.count_taken(if departed.dropped() > 0 {
-                before
-            } else {
-                IN_USE
-            });
+            table.count_taken(if dropped { before } else { IN_USE });
         }
         self.drop_bytes(device, departed.dropped());
         Some(departed)
