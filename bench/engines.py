@@ -9,6 +9,10 @@ other batches, whose rounding differs); `taken_free`, `taken_cached` and `taken_
 `moves` of the engine's memory to the host and their `moved_gib`; `takes` of the other tenant, and `takes_refused`. A request with other tokens in a round that counts fails the cell, and so does a run in which
 no granule in use was taken.
 
+`idle`: what an engine holds without a request. Modes `stock`, `gpumux`, `elastic`. Values: `device_gib` (what NVML reports more than before the engine), `first_ms` (the first token of a request
+of 128 tokens); of `gpumux` and `elastic` `held_gib` (what the tenant has), and of `elastic` `floor_gib` (the same after another tenant has taken what needs no copy) and `first_taken_ms` (the first
+token after that).
+
 `start`: 2 and 6 servers that start at the same moment with vLLM's default part of the memory. Modes `stock`, `gpumux`. Values: `up` (servers that are there), `seconds` (until the last one is there).
 """
 
@@ -33,14 +37,15 @@ import kv
 import serve
 from common import BenchError, Gpumux, Mode, Results, Worker
 from memory import cell
+from residency import Nvml
 
 GIB = 1 << 30
-CASES, STARTS = ["saturation", "tokens"], ["start-2", "start-6"]
+CASES, STARTS = ["saturation", "tokens", "idle"], ["start-2", "start-6"]
 MODES = ["stock", "gpumux", "elastic"]
 LLAMA_3_1B = serve.LLAMA_3_8B | {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
-PATIENCE_S = 120.0
+PATIENCE_S, IDLE_S = 120.0, 1.0
 LEFT = 0.1, 0.8  # of what the engine's requests need
 LAST_S = 20.0  # for a round of `tokens` and the end
 
@@ -149,20 +154,18 @@ class Taker:
 
 
 @contextlib.contextmanager
-def taker(mode: Gpumux, needs: int, logs: Path, options: argparse.Namespace) -> Iterator[Taker]:
-    """Such a tenant, on a device that has so much room beside what the engine has."""
+def beside(mode: Gpumux, needs: int, logs: Path, options: argparse.Namespace) -> Iterator[tuple[Worker, int]]:
+    """A process with a pool that is guaranteed what the engine does not use, and so many bytes are that without a request, on a device with little room."""
     room = kv.bytes_of(options.room)
     command = [sys.executable, str(kv.WORKER), "--bytes", str(2 * room + needs), "--page", str(2 * kv.MIB), *(["--no-torch"] if options.stand_in else [])]
     # Of a higher class than the engine, which comes back as soon as there is room then.
     with kv.pool(mode, "taker", command, "--class", "latency") as pool, kv.left(mode, room, logs) as free:
-        # What the engine has without a request is free for others.
         own, all_of_it = kv.tenant(mode, "taker")["memory"][0]["in_use"], free + needs
         most = own + all_of_it - int(needs * LEFT[0])
         setting = [mode.binary, "set", mode.tenants["taker"], "--memory-guaranteed", f"{most // kv.MIB + 1}MiB"]
         subprocess.run(setting, env=os.environ | mode.environment(), check=True, timeout=20)
         common.say(f"the engine needs {needs // kv.MIB} of {all_of_it // kv.MIB} MiB")
-        with Taker(pool, all_of_it, needs) as other:
-            yield other
+        yield pool, all_of_it
 
 
 def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
@@ -191,7 +194,8 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
             raise BenchError(f"the KV cache is not elastic: see {worker.log}")
         if options.graphs and not options.stand_in and rounds[0]["graphs"] != "FULL_DECODE_ONLY":
             raise BenchError(f"vLLM has CUDA graphs {rounds[0]['graphs']}, and not of its decoding steps: see {worker.log}")
-        with taker(mode, rounds[0]["committed"], logs, options) as other:
+        needs = rounds[0]["committed"]
+        with beside(mode, needs, logs, options) as (pool, all_of_it), Taker(pool, all_of_it, needs) as other:
             while len(rounds) <= options.rounds and not other.error and options.left.lasts(LAST_S):
                 rounds.append(greedy(worker, options, len(rounds)))
         if other.error or other.wrong:
@@ -213,6 +217,43 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
     if not found["taken_in_use"]:
         raise BenchError(f"no granule in use was taken: {found}")
     yield "elastic", found
+
+
+def first_ms(worker: Worker, options: argparse.Namespace) -> float:
+    """How long the first token of a request takes."""
+    options.left.check(5)
+    start = time.monotonic()
+    worker.send(start=start, stop=start + PATIENCE_S, requests=[[0.0, 128, 2]], ends=True)
+    return worker.reply(2 * PATIENCE_S)["first_s"][0] * 1e3
+
+
+def idle(mode: Mode, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """An engine that has served requests, and has none."""
+    # The memory of programs that have ended is free a little later.
+    time.sleep(IDLE_S)
+    before, held = Nvml().memory().used, lambda: kv.tenant(mode, "idle")["memory"][0]["in_use"] / GIB
+    worker = engine(mode, "idle", options, kv_cache_memory_bytes=options.cache)
+    try:
+        ready(worker, options)
+        state = greedy(worker, options, 0)
+        time.sleep(IDLE_S)
+        found = {"device_gib": (Nvml().memory().used - before) / GIB}
+        if isinstance(mode, Gpumux):
+            found["held_gib"] = held()
+        found["first_ms"] = first_ms(worker, options)
+        if mode.name == "elastic":
+            with beside(mode, state["committed"], logs, options) as (pool, all_of_it):
+                time.sleep(IDLE_S)
+                kv.order(pool, "get", size=all_of_it - state["committed"] // 8, wait_s=60)
+                kv.order(pool, "release")
+                time.sleep(IDLE_S)
+                found["floor_gib"], moves = held(), kv.moves(mode, "idle")
+                found["first_taken_ms"] = first_ms(worker, options)
+            if moves:
+                raise BenchError(f"its memory was copied to the host, {moves} times: {found}")
+        return found
+    finally:
+        worker.close()
 
 
 def start(mode: Mode, count: int, options: argparse.Namespace) -> dict[str, float]:
@@ -282,12 +323,18 @@ def run(results: Results, case: str, modes: Sequence[str], logs: Path, options: 
                 results.add(case, name, values)
         return
     for name in modes:
-        if case != "saturation" and name == "elastic":
+        if case in STARTS and name == "elastic":
             continue
         with cell(results, f"{case}, {name}", logs):
             options.left.check(20)
             with mode_of(name, logs) as mode:
-                values = saturation(mode, options) if case == "saturation" else start(mode, int(case.partition("-")[2]), options)
+                match case:
+                    case "saturation":
+                        values = saturation(mode, options)
+                    case "idle":
+                        values = idle(mode, logs, options)
+                    case _:
+                        values = start(mode, int(case.partition("-")[2]), options)
             results.add(case, name, values)
 
 
