@@ -62,6 +62,25 @@ fn warps_shuffle_and_vote() {
 }
 
 #[test]
+fn constant_predicate_votes_as_one_lane() {
+    let body = "\
+        and.b32 %r2, %r1, 1;\n setp.eq.u32 %p1, %r2, 1;\n mov.pred %p2, -1;\n\
+        @%p1 bra ODD;\n vote.sync.ballot.b32 %r3, %p2, 0x55555555;\n bra E;\n\
+        ODD:\n vote.sync.ballot.b32 %r3, %p2, 0xaaaaaaaa;\n E:\n st.global.u32 [%rd3], %r3;\n";
+    let words = run(body, 1, 32, 32).unwrap().words();
+    assert_eq!(words, [0x5555_5555, 0xaaaa_aaaa].repeat(16));
+}
+
+#[test]
+fn active_lanes_are_those_of_the_same_branch() {
+    let body = "\
+        and.b32 %r2, %r1, 1;\n setp.eq.u32 %p1, %r2, 1;\n @%p1 bra ODD;\n activemask.b32 %r3;\n bra E;\n\
+        ODD:\n activemask.b32 %r3;\n E:\n st.global.u32 [%rd3], %r3;\n";
+    let words = run(body, 1, 32, 32).unwrap().words();
+    assert_eq!(words, [0x5555_5555, 0xaaaa_aaaa].repeat(16));
+}
+
+#[test]
 fn blocks_that_wait_for_later_ones_get_them() {
     // Block 0 waits for block 1's store.
     let body = "\

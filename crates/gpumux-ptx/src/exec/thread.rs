@@ -115,6 +115,11 @@ impl Thread {
             .map_or(0, |it| it.line)
     }
 
+    /// A number for the instruction that it waits at.
+    fn place(&self) -> u64 {
+        (self.function as u64) << 32 | self.pc as u64
+    }
+
     /// The warp function that it waits at.
     pub(super) fn waits_at<'a>(&self, functions: &'a [Function]) -> &'a Op {
         &functions[self.function].code[self.pc - 1].op
@@ -674,10 +679,14 @@ impl<M: Memory> Machine<'_, '_, M> {
                 self.thread.executed += ns / CYCLES;
                 return Ok(Some(Stop::Turn));
             }
-            Op::ActiveMask { to } => {
-                // Which threads converge is up to the device: here every thread runs alone.
-                let own = 1 << (self.thread.number % WARP);
-                self.set(*to, own);
+            Op::ActiveMask { .. } => {
+                self.thread.state = State::Warp {
+                    mask: 0,
+                    a: self.thread.place(),
+                    b: 0,
+                    c: 0,
+                };
+                return Ok(Some(Stop::Warp));
             }
             Op::Barrier {
                 id,

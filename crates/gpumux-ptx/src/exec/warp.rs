@@ -39,8 +39,7 @@ pub(super) fn settle(threads: &mut [Thread], functions: &[Function]) -> bool {
         .filter(|i| waiting >> i & 1 == 1 && (lanes[*i].mask | 1 << i) & !(waiting | gone) == 0)
         .collect();
     for lane in &complete {
-        let present = lanes[*lane].mask & waiting;
-        finish(&mut threads[*lane], *lane, &lanes, present, functions);
+        finish(&mut threads[*lane], *lane, &lanes, waiting, functions);
     }
     !complete.is_empty()
 }
@@ -49,10 +48,11 @@ fn finish(
     thread: &mut Thread,
     lane: usize,
     lanes: &[Lane; WARP],
-    present: u32,
+    waiting: u32,
     functions: &[Function],
 ) {
     let own = lanes[lane];
+    let present = own.mask & waiting;
     let among = || {
         (0..WARP)
             .filter(|i| present >> i & 1 == 1)
@@ -109,6 +109,12 @@ fn finish(
             };
             thread.set(*other, second);
             thread.set(*to, first);
+        }
+        // Those that come to it together. Other functions name at least their own lane.
+        Op::ActiveMask { to } => {
+            let together = |i: &usize| waiting >> i & 1 == 1 && lanes[*i].mask == 0;
+            let same = (0..WARP).filter(|i| together(i) && lanes[*i].a == own.a);
+            thread.set(*to, same.fold(0, |all, i| all | 1 << i));
         }
         _ => {}
     }

@@ -941,6 +941,8 @@ impl Operands<'_> {
         Ok(match operand {
             Operand::Register(register) => Value::Reg(*register),
             Operand::NotRegister(register) => Value::Not(*register),
+            // All bits of it, in compilers' writing of a predicate that is true.
+            Operand::Number(number) if kind == Type::Pred => Value::Const(u64::from(*number != 0)),
             Operand::Number(number) => Value::Const(crate::alu::cut(*number, kind.size())),
             Operand::Float(number) if kind == Type::F64 => Value::Const(number.to_bits()),
             Operand::Float(number) => Value::Const((*number as f32).to_bits().into()),
