@@ -89,6 +89,7 @@ struct StreamState {
     marked: bool,
     /// Waits for the legacy stream and is waited for.
     blocking: bool,
+    priority: i8,
     /// The legacy stream already waits for this work of this stream.
     waited: u64,
     /// This stream already waits for this work of the legacy stream.
@@ -240,8 +241,8 @@ impl Context {
     }
 
     /// Makes a stream; its number. A blocking one waits for the legacy stream and is waited for.
-    pub(crate) fn add_stream(&self, blocking: bool) -> u64 {
-        self.state().add_stream(blocking)
+    pub(crate) fn add_stream(&self, blocking: bool, priority: i8) -> u64 {
+        self.state().add_stream(blocking, priority)
     }
 
     /// A stream will not be used any more; its work goes on.
@@ -283,10 +284,12 @@ impl Context {
         let mut numbers = Vec::with_capacity(ops.len());
         for (stream, mut op) in ops {
             let queue = state.queue(stream, op.queue);
+            let priority = state.streams.get(&stream).map_or(0, |it| it.priority);
             let mut put = |state: &mut State, work: Work, op: Op| {
                 *order += 1;
                 items.push(Submission {
                     stream,
+                    priority,
                     id: *order,
                     queue,
                     work,
@@ -619,11 +622,12 @@ fn why_lost() -> CuError {
 }
 
 impl State {
-    fn add_stream(&mut self, blocking: bool) -> u64 {
+    fn add_stream(&mut self, blocking: bool, priority: i8) -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let state = StreamState {
             blocking,
+            priority,
             ..Default::default()
         };
         self.streams.insert(id, state);
@@ -632,7 +636,7 @@ impl State {
 
     fn add_default_stream(&mut self) -> DefaultStream {
         DefaultStream {
-            id: self.add_stream(true),
+            id: self.add_stream(true, 0),
             capture: Arc::default(),
         }
     }

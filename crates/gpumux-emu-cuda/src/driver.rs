@@ -167,7 +167,7 @@ exports! { FUNCTIONS by cuda;
     cuCtxGetStreamPriorityRange(least: Out<c_int>, greatest: Out<c_int>) => {
         current()?;
         least.put_if_wanted(0);
-        greatest.put_if_wanted(stream::HIGHEST_PRIORITY);
+        greatest.put_if_wanted(stream::HIGHEST_PRIORITY.into());
         Ok(())
     };
 
@@ -319,7 +319,7 @@ exports! { FUNCTIONS by cuda;
     [cuStreamSynchronize_ptsz] cuStreamSynchronize(stream: Handle) => stream::synchronize(stream);
     [cuStreamWaitEvent_ptsz] cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint) => event::wait(stream, event, flags);
     [cuStreamGetFlags_ptsz] cuStreamGetFlags(stream: Handle, flags: Out<c_uint>) => flags.put(stream::stream(stream)?.flags);
-    [cuStreamGetPriority_ptsz] cuStreamGetPriority(stream: Handle, priority: Out<c_int>) => priority.put(stream::stream(stream)?.priority);
+    [cuStreamGetPriority_ptsz] cuStreamGetPriority(stream: Handle, priority: Out<c_int>) => priority.put(stream::stream(stream)?.priority.into());
     [cuStreamGetCtx_ptsz] cuStreamGetCtx(stream: Handle, context: Out<Handle>) => context.put(stream::stream(stream)?.context()?.handle());
     [cuStreamGetDevice_ptsz] cuStreamGetDevice(stream: Handle, device: Out<c_int>) => device.put(stream::stream(stream)?.context()?.ordinal);
     [cuStreamGetId_ptsz] cuStreamGetId(stream: Handle, id: Out<c_ulonglong>) => id.put(stream::stream(stream)?.id);

@@ -26,7 +26,7 @@ pub(crate) const NON_BLOCKING: u32 = 1;
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 /// Highest priority; the lowest is 0.
-pub(crate) const HIGHEST_PRIORITY: i32 = -5;
+pub(crate) const HIGHEST_PRIORITY: i8 = -5;
 
 /// A stream is made of device memory: where less than this is free, the driver answers that there is none (seen on a full H200; how
 /// much it needs is not known).
@@ -43,7 +43,7 @@ pub(crate) struct Stream {
     pub(crate) id: u64,
     context: Weak<Context>,
     pub(crate) flags: u32,
-    pub(crate) priority: i32,
+    pub(crate) priority: i8,
     /// Its part of a capture.
     pub(crate) capture: Arc<Slot>,
 }
@@ -51,9 +51,9 @@ pub(crate) struct Stream {
 static STREAMS: Registry<Stream> = Registry::new();
 
 impl Stream {
-    pub(crate) fn new(context: &Arc<Context>, flags: u32, priority: i32) -> Self {
+    pub(crate) fn new(context: &Arc<Context>, flags: u32, priority: i8) -> Self {
         Self {
-            id: context.add_stream(flags == BLOCKING),
+            id: context.add_stream(flags == BLOCKING, priority),
             context: Arc::downgrade(context),
             flags,
             priority,
@@ -147,7 +147,7 @@ pub(crate) fn create(flags: u32, priority: i32) -> Result<usize> {
     if device::memory_info()?.0 < STREAM {
         return Err(CuError::OUT_OF_MEMORY);
     }
-    let priority = priority.clamp(HIGHEST_PRIORITY, 0);
+    let priority = priority.clamp(HIGHEST_PRIORITY.into(), 0) as i8;
     Ok(STREAMS.add(Arc::new(Stream::new(&context, flags, priority))))
 }
 
@@ -341,9 +341,7 @@ pub(crate) fn free_async(address: u64, stream_handle: usize) -> Result {
     if !is_graphs {
         // A graph frees what a graph has allocated.
         stream.not_captured()?;
-        if memory::space().allocation(address).is_none() {
-            return Err(CuError::INVALID_VALUE);
-        }
+        memory::begin_free(address)?;
     }
     stream.submit(Op::following(Work::Record, Effect::Free(address)))
 }

@@ -336,6 +336,8 @@ pub enum Work {
 pub struct Submission {
     /// Stream.
     pub stream: u64,
+    /// That of the stream: lower goes first.
+    pub priority: i8,
     /// Number of the work.
     pub id: u64,
     /// Where it runs.
@@ -433,6 +435,7 @@ mod tests {
     fn messages_survive_and_garbage_does_not() {
         let item = Submission {
             stream: u64::MAX,
+            priority: i8::MIN,
             id: u64::MAX,
             queue: Queue::DeviceToHost,
             work: Work::Kernel {

@@ -16,7 +16,7 @@
 //! - To freeze or thaw a group, or to set a slice while several have work, RM interrupts the group that runs, whichever it is:
 //!   the round goes on behind it.
 //! - Kernels of different streams of one group run at the same time when SMs are free, in the order in
-//!   which they became ready.
+//!   which they became ready. One of a stream of higher priority goes before those that have not begun (as CUDA documents).
 //!
 //! Several programs in one group (MPS) are several sets of streams that submit to the same group. A program can
 //! be confined to a number of SMs ([`Gpu::add_partition`]): all its streams together get no more of them.
@@ -214,6 +214,16 @@ impl Gpu {
         }
         let state = self.streams.get_mut(&stream);
         state.ok_or(GpuError::Stream(stream))?.partition = partition;
+        Ok(())
+    }
+
+    /// Sets a stream's priority, from its next kernel on: lower numbers go first.
+    ///
+    /// # Errors
+    /// When there is no such stream.
+    pub fn prioritize(&mut self, stream: StreamId, priority: i32) -> Result<(), GpuError> {
+        let state = self.streams.get_mut(&stream);
+        state.ok_or(GpuError::Stream(stream))?.priority = priority;
         Ok(())
     }
 
@@ -536,10 +546,14 @@ impl Gpu {
                 false => width,
             };
             let total = duration.max(1).saturating_mul(useful.into());
-            group.ready.push(Ready {
+            let priority = stream.priority;
+            let behind = |it: &Ready| it.started() || it.priority <= priority;
+            let place = group.ready.iter().rposition(behind).map_or(0, |at| at + 1);
+            let ready = Ready {
                 work: head.id,
                 stream: id,
                 partition: stream.partition,
+                priority,
                 width,
                 useful,
                 sms: 0,
@@ -549,7 +563,8 @@ impl Gpu {
                 left: total,
                 hold: matches!(head.work, Work::Hold { .. }),
                 open: matches!(head.work, Work::Rest { .. }) && head.length.is_none(),
-            });
+            };
+            group.ready.insert(place, ready);
             return;
         }
     }

@@ -165,6 +165,7 @@ impl Program {
                 self.next += 1;
                 Submission {
                     stream: 1,
+                    priority: 0,
                     id: self.next,
                     queue: Queue::Compute,
                     work: *work,

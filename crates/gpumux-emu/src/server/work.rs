@@ -36,6 +36,7 @@ impl Core {
                     let stream = *execution.streams.entry(item.stream).or_insert_with(|| {
                         let stream = device.gpu.add_stream();
                         let _ = device.gpu.confine(stream, execution.partition);
+                        let _ = device.gpu.prioritize(stream, item.priority.into());
                         stream
                     });
                     let group = match item.queue {

@@ -72,7 +72,7 @@ impl Group {
 }
 
 impl Ready {
-    fn started(&self) -> bool {
+    pub(super) fn started(&self) -> bool {
         self.sms > 0 || self.left < self.total
     }
 }

@@ -177,7 +177,7 @@ pub(super) struct Group {
     pub(super) engine: Engine,
     pub(super) timeslice: Timeslice,
     pub(super) frozen: bool,
-    /// Heads of streams that run here, in the order in which they became ready.
+    /// Heads of streams that run here, in the order in which they get SMs.
     pub(super) ready: Vec<Ready>,
     /// Was taken off in the middle of kernels: must be restored before it goes on.
     pub(super) interrupted: bool,
@@ -190,6 +190,8 @@ pub(super) struct Ready {
     pub(super) work: WorkId,
     pub(super) stream: StreamId,
     pub(super) partition: Option<PartitionId>,
+    /// That of its stream.
+    pub(super) priority: i32,
     /// SMs that it can use.
     pub(super) width: u32,
     /// SMs that make it faster.
@@ -214,6 +216,8 @@ pub(super) struct Stream {
     /// The head is in its group's `ready`, or is a host function that was announced.
     pub(super) head_started: bool,
     pub(super) partition: Option<PartitionId>,
+    /// Lower goes first.
+    pub(super) priority: i32,
     pub(super) received: StreamReceived,
 }
 

@@ -34,6 +34,7 @@ fn rule_breakers_lose_only_their_own_connection() {
             .into_iter()
             .map(|work| Submission {
                 stream: 1,
+                priority: 0,
                 id,
                 queue: Queue::Compute,
                 work,

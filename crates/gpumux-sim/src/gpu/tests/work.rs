@@ -160,6 +160,24 @@ fn a_partition_bounds_what_its_streams_have_together() {
 }
 
 #[test]
+fn waiting_kernels_run_by_priority_of_their_streams() {
+    let mut gpu = Gpu::new(Hardware::default());
+    let low = program(&mut gpu, 2048);
+    let [also_low, high] = [(); 2].map(|()| Program {
+        stream: gpu.add_stream(),
+        ..low
+    });
+    gpu.prioritize(high.stream, -5).unwrap();
+    let running = low.kernel(&mut gpu, 132, MILLI);
+    let waiting = also_low.kernel(&mut gpu, 132, MILLI);
+    let behind = low.kernel(&mut gpu, 132, MILLI);
+    gpu.advance(100 * MICRO);
+    let first = high.kernel(&mut gpu, 132, MILLI);
+    let order: Vec<WorkId> = gpu.advance(SECOND).iter().map(|it| it.work).collect();
+    assert_eq!(order, [running, first, waiting, behind]);
+}
+
+#[test]
 fn streams_wait_for_each_other_and_for_the_host() {
     let mut gpu = Gpu::new(Hardware::default());
     let one = program(&mut gpu, 2048);
