@@ -61,6 +61,8 @@ enum Meaning {
     Frame(Place),
     KernelParameter(u32),
     Shared(u32),
+    /// Of the kernel that is read: behind what all kernels have.
+    OwnShared(u32),
     Dynamic,
     /// A variable that a function declares for itself.
     Global(u32),
@@ -78,6 +80,7 @@ enum Operand {
     Frame(Place, i64),
     Parameter(u32, i64),
     Shared(u64),
+    OwnShared(u64),
     Dynamic(i64),
     Global(u32, i64),
     /// Something of the module, or a label: known at the end.
@@ -169,7 +172,10 @@ struct Parser {
     global_names: Directory,
     /// Variables of the text in shared memory.
     shared: HashMap<String, u32>,
+    /// Bytes of shared memory of texts and functions, which all kernels have, and of the kernel that is read.
     shared_size: u32,
+    own_shared: Option<u32>,
+    shared_align: u32,
     dynamic: Vec<String>,
     addresses: Vec<Reference>,
     scopes: Vec<HashMap<String, Meaning>>,
@@ -508,11 +514,13 @@ impl Parser {
     }
 
     fn place_shared(&mut self, variable: &Variable) -> Result<u32> {
-        let at = self.shared_size.next_multiple_of(variable.align);
+        let size = self.own_shared.as_mut().unwrap_or(&mut self.shared_size);
+        let at = size.next_multiple_of(variable.align);
         match u64::from(at) + variable.size {
-            end if end <= MOST_FRAME.into() => self.shared_size = end as u32,
+            end if end <= MOST_FRAME.into() => *size = end as u32,
             _ => return self.fail(format!("`{}` is too large", variable.name)),
         }
+        self.shared_align = self.shared_align.max(variable.align);
         Ok(at)
     }
 
@@ -570,15 +578,14 @@ impl Parser {
                 cluster = product;
             }
         }
-        let before = self.shared_size;
+        self.own_shared = Some(0);
         let body = if self.take_mark(';') {
             None
         } else {
             Some(self.body(scope, Body::default())?)
         };
         let (registers, local) = body.as_ref().map_or((0, 0), |it| (it.registers, it.frame));
-        let shared = self.shared_size;
-        self.shared_size = before;
+        let shared = self.own_shared.take().unwrap_or(0);
         let mut kernel = Kernel {
             name,
             parameters,
@@ -729,7 +736,10 @@ impl Parser {
                 let variable = self.variable()?;
                 let meaning = match variable.open {
                     true => Meaning::Dynamic,
-                    false => Meaning::Shared(self.place_shared(&variable)?),
+                    false => match self.own_shared {
+                        Some(_) => Meaning::OwnShared(self.place_shared(&variable)?),
+                        None => Meaning::Shared(self.place_shared(&variable)?),
+                    },
                 };
                 self.declare(variable.name, meaning);
                 return self.skip_to(';');
@@ -883,6 +893,9 @@ impl Parser {
                     Some(Meaning::Shared(at)) => {
                         Operand::Shared(u64::from(at).wrapping_add(added as u64))
                     }
+                    Some(Meaning::OwnShared(at)) => {
+                        Operand::OwnShared(u64::from(at).wrapping_add(added as u64))
+                    }
                     Some(Meaning::Dynamic) => Operand::Dynamic(added),
                     Some(Meaning::Global(index)) => Operand::Global(index, added),
                     None => Operand::Name(word, added),
@@ -924,7 +937,9 @@ impl Parser {
             .iter()
             .map(|body| (body.parameters.clone(), body.results.clone()))
             .collect();
+        let shared = self.shared_size.next_multiple_of(self.shared_align.max(1));
         let resolver = Resolver {
+            shared,
             functions: &self.function_names,
             signatures: &signatures,
             globals: &self.global_names,
@@ -940,6 +955,7 @@ impl Parser {
         }
         let mut kernels = Vec::new();
         for (mut kernel, body) in self.kernels {
+            kernel.shared += shared;
             if let Some(body) = body {
                 kernel.function =
                     resolver.function(body).and_then(|function| {
@@ -988,6 +1004,8 @@ fn first_problem(
 }
 
 struct Resolver<'a> {
+    /// Bytes of shared memory that all kernels have.
+    shared: u32,
     functions: &'a Directory,
     signatures: &'a [(Vec<Place>, Vec<Place>)],
     globals: &'a Directory,

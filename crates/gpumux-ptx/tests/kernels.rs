@@ -11,11 +11,18 @@ const HEAD: &str = ".version 8.0\n.target sm_90\n.address_size 64\n";
 
 /// Runs a kernel of one parameter, the address of `words` words, to its end.
 fn run(body: &str, grid: u32, block: u32, words: usize) -> Result<Bytes, FaultKind> {
-    let text = format!(
+    run_text(&text(body), grid, block, words)
+}
+
+fn text(body: &str) -> String {
+    format!(
         "{HEAD}.visible .entry k(.param .u64 p)\n{{\n.reg .pred %p<4>;\n.reg .b32 %r<16>;\n.reg .b64 %rd<8>;\nld.param.u64 %rd1, [p];\nmov.u32 %r1, %tid.x;\nmul.wide.u32 %rd2, %r1, 4;\nadd.s64 %rd3, %rd1, %rd2;\n{body}\nret;\n}}\n"
-    );
+    )
+}
+
+fn run_text(text: &str, grid: u32, block: u32, words: usize) -> Result<Bytes, FaultKind> {
     let launch = Launch {
-        module: Arc::new(Module::parse(&text).unwrap()),
+        module: Arc::new(Module::parse(text).unwrap()),
         kernel: 0,
         grid: [grid, 1, 1],
         block: [block, 1, 1],
@@ -59,6 +66,18 @@ fn warps_shuffle_and_vote() {
     let words = run(body, 1, 32, 32).unwrap().words();
     let expected: Vec<u32> = (0..32).map(|lane| 1600 + (lane ^ 1)).collect();
     assert_eq!(words, expected);
+}
+
+#[test]
+fn shared_memory_of_a_later_function_is_apart() {
+    let body = "\
+        .shared .align 4 .b32 own[2];\n st.shared.u32 [own+4], 7;\n call.uni later, ();\n\
+        ld.shared.u32 %r3, [own+4];\n st.global.u32 [%rd3], %r3;\n";
+    let kernel = text(body).replace(".visible .entry", ".func later();\n.visible .entry");
+    let later =
+        ".func later() { .shared .align 4 .b32 its[2];\n st.shared.u32 [its+4], 9;\n ret; }\n";
+    let found = run_text(&format!("{kernel}{later}"), 1, 1, 1).unwrap();
+    assert_eq!(found.words(), [7]);
 }
 
 #[test]

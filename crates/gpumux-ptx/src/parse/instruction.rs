@@ -950,6 +950,9 @@ impl Operands<'_> {
             Operand::Frame(place, added) => Value::Frame(place.offset.wrapping_add(*added as u32)),
             Operand::Parameter(at, added) => Value::Param(at.wrapping_add(*added as u32)),
             Operand::Shared(at) => Value::Const(*at),
+            Operand::OwnShared(at) => {
+                Value::Const(u64::from(self.resolver.shared).wrapping_add(*at))
+            }
             Operand::Dynamic(added) => Value::Dynamic(*added as u32),
             Operand::Global(index, added) => Value::Global(*index, *added as u64),
             Operand::Name(name, added) => match self.resolver.globals.find(self.unit, name) {
