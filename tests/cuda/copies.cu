@@ -88,6 +88,60 @@ int main() {
         say("copies of a graph", host[256] == round * 1000 && host[256 + 8] == 0 && host[511] == round * 1000 + 255);
     }
 
+    // Arrays take memory, and are copied to and from by rows.
+    size_t before, after, total;
+    CHECK(cudaMemGetInfo(&before, &total));
+    cudaChannelFormatDesc format = cudaCreateChannelDesc<int>();
+    cudaArray_t large, plane;
+    CHECK(cudaMallocArray(&large, &format, 4096, 2048));
+    CHECK(cudaMemGetInfo(&after, &total));
+    say("arrays take memory", before - after >= 4096ull * 2048 * 4);
+    CHECK(cudaFreeArray(large));
+    CHECK(cudaMemGetInfo(&after, &total));
+    say("and give it back", before == after);
+    CHECK(cudaMallocArray(&plane, &format, 8, 4));
+    cudaExtent of;
+    unsigned flags;
+    CHECK(cudaArrayGetInfo(&format, &of, &flags, plane));
+    say("shape of an array", format.x == 32 && of.width == 8 && of.height == 4 && of.depth == 0);
+    int rows[4][8], back[4][8] = {};
+    for (int i = 0; i < 32; i++) rows[i / 8][i % 8] = i;
+    CHECK(cudaMemcpy2DToArray(plane, 0, 0, rows, 32, 32, 4, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy2DToArrayAsync(plane, 8, 1, &rows[3][0], 32, 8, 1, cudaMemcpyHostToDevice, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaMemcpy2DFromArray(back, 32, plane, 0, 0, 32, 4, cudaMemcpyDeviceToHost));
+    say("rows of an array", back[0][7] == 7 && back[1][1] == 9 && back[1][2] == 24 && back[1][3] == 25 && back[3][7] == 31);
+    say("past its end", cudaMemcpy2DToArray(plane, 4, 0, rows, 32, 32, 4, cudaMemcpyHostToDevice) == cudaErrorInvalidValue);
+    cudaGetLastError();
+    CHECK(cudaFreeArray(plane));
+    cudaMipmappedArray_t levels;
+    CHECK(cudaMallocMipmappedArray(&levels, &format, make_cudaExtent(16, 8, 0), 3));
+    CHECK(cudaGetMipmappedArrayLevel(&plane, levels, 1));
+    CHECK(cudaArrayGetInfo(&format, &of, &flags, plane));
+    say("a level", of.width == 8 && of.height == 4);
+    CHECK(cudaFreeMipmappedArray(levels));
+
+    // Hints for managed memory are checked.
+    cudaMemLocation nowhere = {cudaMemLocationTypeDevice, 1000};
+    say("prefetched to nowhere", cudaMemPrefetchAsync(managed, n * 4, nowhere, 0, stream) == cudaErrorInvalidDevice);
+    say("no such advice", cudaMemAdvise(managed, n * 4, (cudaMemoryAdvise)100, device) == cudaErrorInvalidValue);
+    say("not managed", cudaMemAdvise(a, n * 4, cudaMemAdviseSetReadMostly, device) == cudaErrorInvalidValue);
+    cudaGetLastError();
+
+    // A pool does not count what is freed, also before its stream has come to that.
+    cudaMemPool_t pool;
+    CHECK(cudaDeviceGetDefaultMemPool(&pool, 0));
+    unsigned long long used;
+    int *pooled;
+    CHECK(cudaMallocAsync(&pooled, n * 4, stream));
+    CHECK(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used));
+    say("used of a pool", used >= n * 4);
+    for (int i = 0; i < 100; i++) fill<<<1, 256, 0, stream>>>(a, n, 9);
+    CHECK(cudaFreeAsync(pooled, stream));
+    CHECK(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used));
+    say("freed in a pool", used == 0);
+    CHECK(cudaStreamSynchronize(stream));
+
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(1);
     config.blockDim = dim3(128);

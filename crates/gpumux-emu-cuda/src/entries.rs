@@ -6,6 +6,7 @@ use std::{collections::HashMap, ffi::c_int, sync::LazyLock};
 use gpumux_cuda::list::entry_points;
 
 use crate::{
+    arrays,
     border::{Address, Out, Text, cuda, exports},
     checkpoint, driver,
     error::{CuError, Result},
@@ -42,6 +43,7 @@ struct Form {
 fn implemented() -> impl Iterator<Item = &'static (&'static str, Address)> {
     [
         FUNCTIONS,
+        arrays::FUNCTIONS,
         checkpoint::FUNCTIONS,
         driver::FUNCTIONS,
         ipc::FUNCTIONS,

@@ -11,6 +11,7 @@
 //! nowhere else but there, in [`memory`], in [`access`] and in [`interpret`].
 
 mod access;
+mod arrays;
 mod attributes;
 mod border;
 mod capture;

@@ -106,6 +106,8 @@ pub(crate) struct Allocation {
     pub(crate) managed: bool,
     /// Handle of its pool; 0: none.
     pub(crate) pool: usize,
+    /// Will be freed when its stream has come to that: its pool does not count it any more (CuPy's tests; docs/fidelity.md).
+    going: bool,
     /// The shared piece that it is part of.
     piece: Option<u64>,
 }
@@ -558,6 +560,7 @@ pub(crate) fn alloc(device: u32, context: usize, bytes: u64) -> Result<u64> {
             context,
             managed: false,
             pool: 0,
+            going: false,
             piece: None,
         };
         space_mut().allocations.insert(at, allocation);
@@ -617,10 +620,14 @@ fn alloc_in_pieces(
 pub(crate) fn pool_use(pool: usize) -> (u64, u64) {
     let space = space();
     let pieces = space.pieces.values().filter(|piece| piece.pool == pool);
-    pieces.fold((0, 0), |(reserved, used), piece| {
+    let (reserved, used) = pieces.fold((0, 0), |(reserved, used), piece| {
         let free: u64 = piece.free.values().sum();
         (reserved + piece.bytes, used + piece.bytes - free)
-    })
+    });
+    let going = space.allocations.values().filter(|it| it.going);
+    let going = going.filter(|it| it.pool == pool);
+    let bytes = going.map(|it| it.bytes.next_multiple_of(UNIT));
+    (reserved, used - bytes.sum::<u64>())
 }
 
 /// Gives pieces of a pool that are empty back, as long as it has more than `keep` bytes.
@@ -697,6 +704,7 @@ impl Space {
             context,
             managed: false,
             pool,
+            going: false,
             piece: Some(start),
         };
         self.allocations.insert(start + offset, allocation);
@@ -720,6 +728,17 @@ impl Space {
         piece.free.insert(offset, length);
         length == piece.bytes && piece.pool == 0
     }
+}
+
+/// Memory will be freed in stream order.
+pub(crate) fn begin_free(address: u64) -> Result {
+    let mut space = space_mut();
+    let allocation = space.allocations.get_mut(&address);
+    match allocation.filter(|it| !it.going) {
+        Some(allocation) => allocation.going = true,
+        None => return Err(CuError::INVALID_VALUE),
+    }
+    Ok(())
 }
 
 /// Frees what [`alloc`] gave.

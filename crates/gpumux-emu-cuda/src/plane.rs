@@ -1,10 +1,11 @@
-//! Copies and sets of planes and volumes of plain memory. Arrays (textures) there are none.
+//! Copies and sets of planes and volumes, of plain memory and of arrays.
 
 use std::ffi::c_uint;
 
 use gpumux_emu::protocol::{Queue, Work};
 
 use crate::{
+    arrays::ARRAYS,
     border::{In, Out, cuda, exports},
     effect::{Effect, Rows},
     error::{CuError, Result},
@@ -30,20 +31,37 @@ struct Side {
 }
 
 impl Side {
-    /// From the kind of memory (1 host, 2 device, 4 either), its two addresses, and where in it.
+    /// From the kind of memory (1 host, 2 device, 3 array, 4 either), its address or handle, where in it, and how much of it.
     fn new(
         kind: u64,
-        [host, device]: [u64; 2],
+        [host, device, array]: [u64; 3],
         [x, y, z]: [u64; 3],
-        pitch: u64,
-        rows: u64,
+        [width, height, depth]: [u64; 3],
+        [mut pitch, mut rows]: [u64; 2],
     ) -> Result<Self> {
-        let base = match kind & 0xffff_ffff {
+        let wrong = CuError::INVALID_VALUE;
+        let kind = kind & 0xffff_ffff;
+        let base = match kind {
             1 => host,
             2 | 4 => device,
+            3 => {
+                let array = ARRAYS.get(array as usize)?;
+                (pitch, rows) = (array.pitch, array.rows);
+                let parts = [
+                    (x, width, pitch),
+                    (y, height, rows),
+                    (z, depth, array.slices),
+                ];
+                let fits = |(from, size, end): (u64, u64, u64)| {
+                    from.checked_add(size).is_some_and(|to| to <= end)
+                };
+                if !parts.into_iter().all(fits) {
+                    return Err(wrong);
+                }
+                array.memory()?
+            }
             _ => return Err(CuError::NOT_SUPPORTED),
         };
-        let wrong = CuError::INVALID_VALUE;
         let slice = pitch.checked_mul(rows).ok_or(wrong)?;
         let offset = || {
             z.checked_mul(slice)?
@@ -57,7 +75,7 @@ impl Side {
             return Err(wrong);
         }
         Ok(Self {
-            device: kind & 0xffff_ffff == 2,
+            device: kind == 2 || kind == 3,
             at,
             pitch,
             slice,
@@ -67,32 +85,59 @@ impl Side {
 
 fn copy_plane(plane: Plane, stream: Handle, wait: bool) -> Result {
     let it = plane.get()?;
-    let [width, height] = [it[14], it[15]];
-    let pitch = |pitch: u64| if pitch == 0 { width } else { pitch };
-    let from = Side::new(it[2], [it[3], it[4]], [it[0], it[1], 0], pitch(it[6]), 0)?;
-    let to = Side::new(it[9], [it[10], it[11]], [it[7], it[8], 0], pitch(it[13]), 0)?;
-    copy(&to, &from, [width, height, 1], stream, wait)
+    let extent = [it[14], it[15], 1];
+    let side = |at: usize| {
+        let pitch = if it[at + 6] == 0 { it[14] } else { it[at + 6] };
+        let memory = [it[at + 3], it[at + 4], it[at + 5]];
+        Side::new(
+            it[at + 2],
+            memory,
+            [it[at], it[at + 1], 0],
+            extent,
+            [pitch, 0],
+        )
+    };
+    copy(&side(7)?, &side(0)?, extent, stream, wait)
 }
 
 pub(crate) fn copy_volume(volume: Volume, stream: Handle, wait: bool) -> Result {
     let it = volume.get()?;
-    let [width, height, depth] = [it[22], it[23], it[24]];
+    let extent = [it[22], it[23], it[24]];
     let or = |value: u64, other: u64| if value == 0 { other } else { value };
-    let from = Side::new(
-        it[4],
-        [it[5], it[6]],
-        [it[0], it[1], it[2]],
-        or(it[9], width),
-        or(it[10], height),
-    )?;
-    let to = Side::new(
-        it[15],
-        [it[16], it[17]],
-        [it[11], it[12], it[13]],
-        or(it[20], width),
-        or(it[21], height),
-    )?;
-    copy(&to, &from, [width, height, depth], stream, wait)
+    let side = |at: usize| {
+        let memory = [it[at + 5], it[at + 6], it[at + 7]];
+        let pitch = [or(it[at + 9], extent[0]), or(it[at + 10], extent[1])];
+        Side::new(
+            it[at + 4],
+            memory,
+            [it[at], it[at + 1], it[at + 2]],
+            extent,
+            pitch,
+        )
+    };
+    copy(&side(11)?, &side(0)?, extent, stream, wait)
+}
+
+/// Copies bytes of a row: each side is an array's handle and an offset in it, or an address.
+fn copy_row(to: Place, from: Place, bytes: usize, stream: Handle, wait: bool) -> Result {
+    let extent = [bytes as u64, 1, 1];
+    let side = |place| match place {
+        Place::Array(array, offset) => Side::new(
+            3,
+            [0, 0, array as u64],
+            [offset as u64, 0, 0],
+            extent,
+            [0, 0],
+        ),
+        Place::Memory(address) => Side::new(4, [0, address, 0], [0; 3], extent, [extent[0], 0]),
+    };
+    copy(&side(to)?, &side(from)?, extent, stream, wait)
+}
+
+/// One side of a copy of bytes.
+enum Place {
+    Array(Handle, usize),
+    Memory(Address),
 }
 
 fn copy(
@@ -234,6 +279,13 @@ exports! { FUNCTIONS by cuda;
     [cuMemcpy2DAsync_v2_ptsz]cuMemcpy2DAsync_v2(plane: Plane, stream: Handle) => copy_plane(plane, stream, false);
     [cuMemcpy3D_v2_ptds]cuMemcpy3D_v2(volume: Volume) => copy_volume(volume, 0, true);
     [cuMemcpy3DAsync_v2_ptsz]cuMemcpy3DAsync_v2(volume: Volume, stream: Handle) => copy_volume(volume, stream, false);
+    [cuMemcpyHtoA_v2_ptds]cuMemcpyHtoA_v2(to: Handle, offset: usize, from: Address, bytes: usize) => copy_row(Place::Array(to, offset), Place::Memory(from), bytes, 0, true);
+    [cuMemcpyAtoH_v2_ptds]cuMemcpyAtoH_v2(to: Address, from: Handle, offset: usize, bytes: usize) => copy_row(Place::Memory(to), Place::Array(from, offset), bytes, 0, true);
+    [cuMemcpyHtoAAsync_v2_ptsz]cuMemcpyHtoAAsync_v2(to: Handle, offset: usize, from: Address, bytes: usize, stream: Handle) => copy_row(Place::Array(to, offset), Place::Memory(from), bytes, stream, false);
+    [cuMemcpyAtoHAsync_v2_ptsz]cuMemcpyAtoHAsync_v2(to: Address, from: Handle, offset: usize, bytes: usize, stream: Handle) => copy_row(Place::Memory(to), Place::Array(from, offset), bytes, stream, false);
+    [cuMemcpyDtoA_v2_ptds]cuMemcpyDtoA_v2(to: Handle, offset: usize, from: Address, bytes: usize) => copy_row(Place::Array(to, offset), Place::Memory(from), bytes, 0, true);
+    [cuMemcpyAtoD_v2_ptds]cuMemcpyAtoD_v2(to: Address, from: Handle, offset: usize, bytes: usize) => copy_row(Place::Memory(to), Place::Array(from, offset), bytes, 0, true);
+    [cuMemcpyAtoA_v2_ptds]cuMemcpyAtoA_v2(to: Handle, offset: usize, from: Handle, start: usize, bytes: usize) => copy_row(Place::Array(to, offset), Place::Array(from, start), bytes, 0, true);
     [cuMemsetD2D8_v2_ptds]cuMemsetD2D8_v2(to: Address, pitch: usize, value: u8, columns: usize, rows: usize) => set(to, pitch, 1, value.into(), [columns, rows], 0, true);
     [cuMemsetD2D16_v2_ptds]cuMemsetD2D16_v2(to: Address, pitch: usize, value: u16, columns: usize, rows: usize) => set(to, pitch, 2, value.into(), [columns, rows], 0, true);
     [cuMemsetD2D32_v2_ptds]cuMemsetD2D32_v2(to: Address, pitch: usize, value: c_uint, columns: usize, rows: usize) => set(to, pitch, 4, value, [columns, rows], 0, true);

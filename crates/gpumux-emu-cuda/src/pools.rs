@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_uint};
 use crate::{
     border::{AnyOut, In, Out, UserData, cuda, exports},
     context::current,
-    error::CuError,
+    error::{CuError, Result},
     memory,
     pool::{self, POOLS},
     process::process,
@@ -13,6 +13,66 @@ use crate::{
 };
 
 type Handle = usize;
+
+/// `CUmemLocation`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Location {
+    kind: c_int,
+    id: c_int,
+}
+
+impl Location {
+    /// `CU_MEM_LOCATION_TYPE_DEVICE`
+    const DEVICE: c_int = 1;
+    /// `CU_DEVICE_CPU`, for which there is `CU_MEM_LOCATION_TYPE_HOST`.
+    const CPU: c_int = -1;
+
+    fn of(device: c_int) -> Self {
+        let kind = if device == Self::CPU { 2 } else { Self::DEVICE };
+        Self { kind, id: device }
+    }
+
+    /// Fails unless it is a device, or a place of the host.
+    fn check(self) -> Result {
+        match self.kind {
+            Self::DEVICE => process()?.device(self.id).map(drop),
+            2..=4 => Ok(()),
+            _ => Err(CuError::INVALID_VALUE),
+        }
+    }
+}
+
+/// Fails unless the range is managed memory.
+fn check_managed(at: u64, bytes: usize) -> Result {
+    let space = memory::space();
+    let inside = |(start, length): (u64, u64)| {
+        let managed = space.allocation(start).is_some_and(|it| it.managed);
+        managed && at - start + bytes as u64 <= length
+    };
+    match bytes > 0 && space.range_of(at).is_some_and(inside) {
+        true => Ok(()),
+        false => Err(CuError::INVALID_VALUE),
+    }
+}
+
+/// The memory is everywhere already.
+fn prefetch(at: u64, bytes: usize, to: Location, stream: Handle) -> Result {
+    stream::stream(stream)?;
+    check_managed(at, bytes)?;
+    to.check()
+}
+
+/// `CU_MEM_ADVISE_…`: some name a place.
+fn advise(at: u64, bytes: usize, advice: c_int, location: Location) -> Result {
+    process()?;
+    check_managed(at, bytes)?;
+    match advice {
+        3 | 5 | 6 => location.check(),
+        1 | 2 | 4 => Ok(()),
+        _ => Err(CuError::INVALID_VALUE),
+    }
+}
 
 exports! { FUNCTIONS by cuda;
     cuDeviceGetDefaultMemPool(pool: Out<Handle>, device: c_int) => pool.put(pool::of_device(device, true)?);
@@ -78,10 +138,10 @@ exports! { FUNCTIONS by cuda;
         memory::manage(at);
         address.put(at)
     };
-    [cuMemPrefetchAsync_ptsz]cuMemPrefetchAsync(_at: u64, _bytes: usize, _device: c_int, stream: Handle) => stream::stream(stream).map(drop);
-    cuMemAdvise(_at: u64, _bytes: usize, _advice: c_int, _device: c_int) => process().map(drop);
-    [cuMemPrefetchAsync_v2_ptsz]cuMemPrefetchAsync_v2(_at: u64, _bytes: usize, _location: u64, _flags: c_uint, stream: Handle) => stream::stream(stream).map(drop);
-    cuMemAdvise_v2(_at: u64, _bytes: usize, _advice: c_int, _location: u64) => process().map(drop);
+    [cuMemPrefetchAsync_ptsz]cuMemPrefetchAsync(at: u64, bytes: usize, device: c_int, stream: Handle) => prefetch(at, bytes, Location::of(device), stream);
+    cuMemAdvise(at: u64, bytes: usize, advice: c_int, device: c_int) => advise(at, bytes, advice, Location::of(device));
+    [cuMemPrefetchAsync_v2_ptsz]cuMemPrefetchAsync_v2(at: u64, bytes: usize, location: Location, _flags: c_uint, stream: Handle) => prefetch(at, bytes, location, stream);
+    cuMemAdvise_v2(at: u64, bytes: usize, advice: c_int, location: Location) => advise(at, bytes, advice, location);
     [cuStreamAttachMemAsync_ptsz]cuStreamAttachMemAsync(stream: Handle, _at: u64, _bytes: usize, _flags: c_uint) => stream::stream(stream).map(drop);
     cuProfilerStart() => process().map(drop);
     cuProfilerStop() => process().map(drop);
