@@ -159,7 +159,7 @@ pub enum Event {
     Activity(Vec<(TenantId, Activity)>),
     /// A process of a tenant has connected.
     Joined(ProcessId, TenantId),
-    /// It has ended.
+    /// It has ended, with its connection or after it.
     Left(ProcessId),
     /// Its connection has ended, and it lives: it has its memory, and will connect again.
     Lost(ProcessId),
@@ -795,10 +795,14 @@ impl Broker {
 
     /// A process has ended, or its connection has and it lives.
     fn process_left(&mut self, now: Micros, id: ProcessId, lives: bool, out: &mut Vec<Command>) {
+        let whose = self.accounting.leave(now, id, lives);
         let Some(process) = self.processes.remove(&id) else {
+            // Its connection was lost before.
+            if let Some(tenant) = whose.and_then(|it| self.tenants.get_mut(&it)) {
+                tenant.lost = None;
+            }
             return;
         };
-        self.accounting.leave(now, id, lives);
         self.host.set(id.0, 0);
         let asked = self.asks.extract_if(.., |_, pending| pending.process == id);
         let asked = asked.map(|(_, pending)| pending.since).min();

@@ -14,7 +14,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_core::{TenantId, Timeslice, broker::Event, runlist::Mechanism};
+use gpumux_core::{
+    TenantId, Timeslice,
+    broker::{Event, ProcessId, RETURN},
+    runlist::Mechanism,
+};
 use gpumux_rm::{ControlFailure, Group};
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
@@ -56,9 +60,6 @@ const MAX_REJECTED: usize = 64;
 
 /// How long after the driver refused a group's controls the program's report that it has freed the group may take.
 const FREED: Duration = Duration::from_secs(3);
-
-/// The socket of a process that ends closes a moment before the process has ended.
-const ENDING: Duration = Duration::from_millis(100);
 
 /// Files held so per session: a control file, and the two of UVM that libcuda opens, told twice.
 const MAX_KEPT: usize = 8;
@@ -372,12 +373,8 @@ impl Sessions {
             let kept = std::mem::take(&mut session.kept);
             rest = Some(hold::until_ended(&self.scheduler, Left::Session(id), kept).await);
         }
-        let ended = match &peer.fd {
-            Some(process) if held || *stop.borrow() => process.has_ended(),
-            Some(process) => tokio::time::timeout(ENDING, process.ended()).await.is_ok(),
-            None => false,
-        };
-        let alive = !held && !ended;
+        // The socket of a process that ends closes a moment before it has ended.
+        let alive = !held && !peer.fd.as_ref().is_some_and(ProcessFd::has_ended);
         tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
         self.links.remove(id);
         // Commands are carried out in order: a group that is still on its way is removed by this one.
@@ -389,7 +386,7 @@ impl Sessions {
                 answer,
             })
             .await;
-        self.stop_sharing(id, peer, alive);
+        self.watch_end(id, peer, alive);
         self.tenants.leave(id, tenant, peer.pid).await;
         // Until then it counts among its user's sessions.
         if let Some(rest) = rest {
@@ -420,20 +417,27 @@ impl Sessions {
         Ok(())
     }
 
-    /// A session has ended. What its process shares ends with the process.
-    fn stop_sharing(&self, id: SessionId, peer: &Peer, alive: bool) {
-        let Some(process) = self.sharing.leave(id, peer, alive) else {
+    /// A session has ended. What a process has that lives is given up when it ends, if it does while that is expected back, or shares it.
+    fn watch_end(&self, id: SessionId, peer: &Peer, alive: bool) {
+        let shares = self.sharing.leave(id, peer, alive);
+        // Where its end cannot be noticed, other processes keep what they share with it: their memory stays where it is.
+        let fd = peer.fd.as_ref().filter(|_| alive).map(ProcessFd::try_clone);
+        let Some(Ok(fd)) = fd else {
             return;
         };
-        // Where its end cannot be noticed, other processes keep what they share with it: their memory stays where it is.
-        if let Some(Ok(fd)) = peer.fd.as_ref().map(ProcessFd::try_clone) {
-            let sharing = Arc::clone(&self.sharing);
-            tokio::spawn(async move {
-                if fd.ended().await.is_ok() {
-                    sharing.ended(process);
-                }
-            });
-        }
+        let (sharing, scheduler) = (Arc::clone(&self.sharing), self.scheduler.clone());
+        let patience = match shares {
+            Some(_) => Duration::MAX,
+            None => Duration::from_micros(RETURN.1.0),
+        };
+        tokio::spawn(async move {
+            if let Ok(Ok(())) = tokio::time::timeout(patience, fd.ended()).await {
+                shares.into_iter().for_each(|it| sharing.ended(it));
+                let left = Event::Left(ProcessId(id.0));
+                let left = |answer| Command::Memory(left, answer);
+                let _ = scheduler.ask(left).await;
+            }
+        });
     }
 }
 

@@ -53,12 +53,24 @@ struct Device {
     /// Memory of processes that have ended, which the driver may not have freed yet: until when that is expected, and bytes. The
     /// oldest first.
     leaving: Vec<(Micros, u64)>,
-    /// Memory of processes that live and have no connection: until when one is expected, whose, and bytes. The oldest first.
-    absent: Vec<(Micros, TenantId, u64)>,
+    /// Memory of processes that live and have no connection. The oldest first.
+    absent: Vec<Absent>,
     /// What tenants will bring from other devices: it is taken until they have.
     arriving: BTreeMap<TenantId, u64>,
     /// What processes of tenants had that is kept over their end, and that no process has now.
     kept: BTreeMap<TenantId, u64>,
+}
+
+/// What a process has that lives and has no connection.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Absent {
+    process: ProcessId,
+    tenant: TenantId,
+    /// Until when a connection is expected.
+    until: Micros,
+    bytes: u64,
+    /// What of that is kept over its end.
+    kept: u64,
 }
 
 /// What a process has, and whose it is.
@@ -183,7 +195,7 @@ impl Device {
                 .saturating_add(self.in_arriving())
                 .saturating_add(overhead),
         );
-        let absent: u64 = self.absent.iter().map(|(.., bytes)| *bytes).sum();
+        let absent: u64 = self.absent.iter().map(|it| it.bytes).sum();
         self.ledger
             .leave_unclaimed((self.foreign - occupies).saturating_add(absent));
     }
@@ -214,16 +226,16 @@ impl Device {
         self.left(self.in_leaving().saturating_sub(used));
         let accounted = self.in_contexts().saturating_add(self.ledger.physical());
         let mut beyond = used.saturating_sub(accounted);
-        self.absent.retain_mut(|(until, _, bytes)| {
-            if time >= *until {
+        self.absent.retain_mut(|it| {
+            if time >= it.until {
                 // The last look saw it, too.
-                self.last_look = self.last_look.map(|last| last.saturating_add(*bytes));
+                self.last_look = self.last_look.map(|last| last.saturating_add(it.bytes));
                 return false;
             }
             // What is not there any more was freed.
-            *bytes = (*bytes).min(beyond);
-            beyond -= *bytes;
-            *bytes > 0
+            it.bytes = it.bytes.min(beyond);
+            beyond -= it.bytes;
+            it.bytes > 0
         });
         let expected = self.in_leaving().saturating_add(self.in_arriving());
         let now = beyond.saturating_sub(expected);
@@ -243,6 +255,18 @@ impl Device {
         self.leaving.iter().map(|(_, bytes)| *bytes).sum()
     }
 
+    /// A process that had this has ended: the driver frees its memory within [`LEAVE`], but for what is kept.
+    fn ended(&mut self, now: Micros, it: &Absent) {
+        let kept = it.kept.min(it.bytes);
+        if kept > 0 {
+            let left = self.kept.entry(it.tenant).or_default();
+            *left = left.saturating_add(kept);
+        }
+        if it.bytes > kept {
+            self.leaving.push((now + LEAVE, it.bytes - kept));
+        }
+    }
+
     /// So much of the memory of processes that have ended is not with them any more.
     fn left(&mut self, mut bytes: u64) {
         for (_, of) in &mut self.leaving {
@@ -256,12 +280,12 @@ impl Device {
     /// So much of what the last looks took for foreign belongs to a tenant: it was allocated before this accounting began. Or the
     /// process that has it was without connection, or was taken for ended.
     fn adopt(&mut self, tenant: TenantId, mut bytes: u64) {
-        for (.., of) in self.absent.iter_mut().filter(|(_, id, _)| *id == tenant) {
-            let part = bytes.min(*of);
-            *of -= part;
+        for it in self.absent.iter_mut().filter(|it| it.tenant == tenant) {
+            let part = bytes.min(it.bytes);
+            it.bytes -= part;
             bytes -= part;
         }
-        self.absent.retain(|(.., of)| *of > 0);
+        self.absent.retain(|it| it.bytes > 0);
         let leaving = self.in_leaving().min(bytes);
         self.left(leaving);
         let bytes = bytes - leaving;
@@ -416,8 +440,8 @@ impl Accounting {
         for device in self.devices.values_mut() {
             device.ledger.forget(tenant);
             device.kept.remove(&tenant);
-            let absent = device.absent.extract_if(.., |(_, id, _)| *id == tenant);
-            let left = absent.map(|(.., bytes)| (now + LEAVE, bytes));
+            let absent = device.absent.extract_if(.., |it| it.tenant == tenant);
+            let left = absent.map(|it| (now + LEAVE, it.bytes));
             device.leaving.extend(left);
             device.arriving.remove(&tenant);
             device.occupy();
@@ -464,31 +488,43 @@ impl Accounting {
         self.members.insert(process, member);
     }
 
-    /// A process has ended: the driver frees its memory within [`LEAVE`], but for what is kept. Or it lives: its memory stays, and it is
-    /// expected again for as long as processes are that were there before the accounting.
-    pub(super) fn leave(&mut self, now: Micros, process: ProcessId, lives: bool) {
+    /// A process has ended, also one that was without a connection. Or it lives: its memory stays, and it is expected again for as long as
+    /// processes are that were there before the accounting. Returns whose it was.
+    pub(super) fn leave(
+        &mut self,
+        now: Micros,
+        process: ProcessId,
+        lives: bool,
+    ) -> Option<TenantId> {
         let member = self.members.remove(&process);
-        let holdings = member.as_ref().map(|it| &it.holdings);
+        let mut whose = member.as_ref().map(|it| it.tenant);
+        let lives = lives && self.mutation != Some(Mutation::FreeWithoutSession);
         for (uuid, device) in &mut self.devices {
-            let contexts = device.contexts.remove(&process);
-            let held = holdings.and_then(|it| it.get(uuid));
-            let in_contexts = u64::from(contexts.unwrap_or(0)) * context(device.capacity);
-            let kept = member.as_ref().filter(|_| !lives);
-            let kept = kept.map_or(0, |it| it.kept(uuid));
-            let bytes = (held.map_or(0, |it| it.resident()) - kept).saturating_add(in_contexts);
-            if let Some(member) = member.as_ref().filter(|_| kept > 0) {
-                let left = device.kept.entry(member.tenant).or_default();
-                *left = left.saturating_add(kept);
-            }
-            let absent = member.as_ref().filter(|_| {
-                lives && bytes > 0 && self.mutation != Some(Mutation::FreeWithoutSession)
-            });
-            match absent {
-                Some(member) => device.absent.push((now + RETURN.1, member.tenant, bytes)),
-                None if bytes > 0 && self.mutation != Some(Mutation::LeaveAtOnce) => {
-                    device.leaving.push((now + LEAVE, bytes));
+            let contexts = device.contexts.remove(&process).unwrap_or(0);
+            let mut gone: Vec<Absent> = match lives {
+                true => Vec::new(),
+                false => (device.absent)
+                    .extract_if(.., |it| it.process == process)
+                    .collect(),
+            };
+            gone.extend(member.as_ref().map(|it| {
+                Absent {
+                    process,
+                    tenant: it.tenant,
+                    until: now + RETURN.1,
+                    bytes: (it.holdings.get(uuid).map_or(0_u64, |it| it.resident()))
+                        .saturating_add(u64::from(contexts) * context(device.capacity)),
+                    kept: it.kept(uuid),
                 }
-                None => {}
+            }));
+            for it in gone {
+                whose = Some(it.tenant);
+                match lives {
+                    true if it.bytes > 0 => device.absent.push(it),
+                    true => {}
+                    false if self.mutation == Some(Mutation::LeaveAtOnce) => {}
+                    false => device.ended(now, &it),
+                }
             }
             device.occupy();
         }
@@ -497,6 +533,7 @@ impl Accounting {
                 self.add_up(uuid, member.tenant);
             }
         }
+        whose
     }
 
     /// A tenant will come to a device with so much; none: it has come, or comes no more.
@@ -525,7 +562,7 @@ impl Accounting {
         let devices = self.devices.values_mut();
         let until = devices.flat_map(|it| {
             let leaving = it.leaving.iter_mut().map(|(until, _)| until);
-            leaving.chain(it.absent.iter_mut().map(|(until, ..)| until))
+            leaving.chain(it.absent.iter_mut().map(|it| &mut it.until))
         });
         until.chain(&mut self.returns)
     }

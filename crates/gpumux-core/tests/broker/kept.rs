@@ -76,6 +76,22 @@ fn kept_memory_is_counted_once_before_and_after_an_end() {
     assert_eq!(counted(&world), (3, 17), "and once more");
 }
 
+/// Its connection closes a moment before it ends.
+#[test]
+fn process_that_was_without_connection_leaves_what_it_kept() {
+    let mut world = World::new(21 * GIB);
+    let first = world.tenant(1, Class::Standard, 0);
+    reports(&mut world, first, holding(2, 4));
+    kept(&mut world, first, 3, 0);
+    world.lose(1);
+    assert_eq!(counted(&world), (0, 14));
+    world.event(Event::Left(first));
+    assert_eq!(counted(&world), (3, 17));
+    world.unfreed = 3 * GIB;
+    world.measure();
+    assert_eq!(counted(&world), (3, 17));
+}
+
 #[test]
 fn inherited_memory_is_told_apart_from_what_is_new() {
     let mut world = ended();

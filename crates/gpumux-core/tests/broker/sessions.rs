@@ -185,6 +185,17 @@ fn memory_of_a_process_without_session_is_foreign_at_last() {
     assert_eq!(world.grants.get(&(ProcessId(2), 1)), Some(&0));
 }
 
+/// The connection of a process that ends closes a moment before it ends.
+#[test]
+fn memory_of_a_process_without_session_is_free_once_it_ends() {
+    for seconds in [0, 8] {
+        let (mut world, _) = without_session(seconds);
+        world.event(Event::Left(ProcessId(1)));
+        assert_eq!(world.allocate(2, 8 * GIB), 8 * GIB);
+        assert_eq!(world.missing(2), 2, "the driver has not freed it");
+    }
+}
+
 /// The process has ended after all, or has freed its memory.
 #[test]
 fn memory_of_a_process_without_session_is_free_once_it_is_freed() {
