@@ -25,7 +25,7 @@ const BACKLOG: i32 = 128;
 const ATTEMPTS: u32 = 30;
 
 /// Another daemon has a device.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{device} has a daemon already ({holder}), and two on one GPU would stop each other's tenants: {way}"
 )]
@@ -57,6 +57,8 @@ pub(crate) struct Claims {
     /// What tells emulated devices of one UUID apart.
     server: String,
     held: BTreeMap<String, OwnedFd>,
+    /// Those that other daemons have.
+    others: BTreeMap<String, Claimed>,
 }
 
 impl Claims {
@@ -70,23 +72,23 @@ impl Claims {
         Self {
             server: server.unwrap_or_default(),
             held: BTreeMap::new(),
+            others: BTreeMap::new(),
         }
     }
 
-    /// Claims those that are not claimed yet.
-    ///
-    /// # Errors
-    /// When another daemon has one.
-    pub(crate) fn claim(&mut self, devices: &[Known]) -> Result<(), Claimed> {
+    /// Claims those that are not claimed yet. Returns those of them that another daemon has, if that was not so at the last look.
+    pub(crate) fn claim(&mut self, devices: &[Known]) -> Vec<Claimed> {
+        let mut others = BTreeMap::new();
         for device in devices {
             if self.held.contains_key(&device.uuid) {
                 continue;
             }
-            match self.take(&device.uuid) {
+            let before = self.others.get(&device.uuid);
+            match self.take(&device.uuid, before.map_or(ATTEMPTS, |_| 1)) {
                 Ok(Some(socket)) => drop(self.held.insert(device.uuid.clone(), socket)),
                 Ok(None) => {}
                 Err(holder) => {
-                    return Err(Claimed {
+                    let claimed = Claimed {
                         device: format!("GPU {} ({})", device.gpu, device.uuid),
                         holder,
                         way: match holder.pid {
@@ -95,15 +97,28 @@ impl Claims {
                             _ if holder.uid == 0 && !getuid().is_root() => {
                                 "use root's (`gpumux ps`)".into()
                             }
-                            pid => format!(
-                                "use that one (`gpumux ps`), or end it with `kill {pid}` and start this one again"
-                            ),
+                            pid => {
+                                format!(
+                                    "use that one (`gpumux ps`), or first end it (`kill {pid}`)"
+                                )
+                            }
                         },
-                    });
+                    };
+                    others.insert(device.uuid.clone(), claimed);
                 }
             }
         }
-        Ok(())
+        let before = std::mem::replace(&mut self.others, others);
+        let new = (self.others.iter()).filter(|(uuid, it)| before.get(*uuid) != Some(it));
+        new.map(|(_, it)| it.clone()).collect()
+    }
+
+    /// The devices that other daemons have, by UUID, and which.
+    pub(crate) fn others(&self) -> BTreeMap<String, String> {
+        let others = self.others.iter();
+        others
+            .map(|(uuid, it)| (uuid.clone(), it.to_string()))
+            .collect()
     }
 
     /// Closes the connections of daemons that asked for the holder.
@@ -118,10 +133,10 @@ impl Claims {
     }
 
     /// Claims one; none where a process stands in the way that must not stop this one.
-    fn take(&self, uuid: &str) -> Result<Option<OwnedFd>, Holder> {
+    fn take(&self, uuid: &str, attempts: u32) -> Result<Option<OwnedFd>, Holder> {
         let own = getuid().as_raw();
         let mut holder = None;
-        for attempt in 0..ATTEMPTS {
+        for attempt in 0..attempts {
             if attempt > 0 {
                 std::thread::sleep(Duration::from_millis(10));
             }
@@ -181,14 +196,18 @@ mod tests {
     }
 
     #[test]
-    fn second_daemon_is_refused_with_device_holder_and_way_out() {
+    fn device_of_another_daemon_is_named_until_that_ends() {
         let machine = tempfile::tempdir().unwrap();
         let (gpu, instance) = (device("GPU-1"), device("MIG-1"));
         let mut first = claims(machine.path());
-        first.claim(std::slice::from_ref(&gpu)).unwrap();
-        first.claim(&[gpu.clone(), instance.clone()]).unwrap();
+        assert_eq!(first.claim(std::slice::from_ref(&gpu)), []);
+        assert_eq!(first.claim(&[gpu.clone(), instance.clone()]), []);
         let mut second = claims(machine.path());
-        let error = second.claim(std::slice::from_ref(&instance)).unwrap_err();
+        let free = device("MIG-2");
+        let all = [instance.clone(), free];
+        let [error] = &second.claim(&all)[..] else {
+            panic!("one has a daemon");
+        };
         let own = std::process::id();
         assert_eq!(error.holder.pid, own);
         let text = error.to_string();
@@ -199,22 +218,25 @@ mod tests {
         ] {
             assert!(text.contains(part), "{text}");
         }
+        assert_eq!(second.claim(&all), [], "once");
+        assert_eq!(second.others(), BTreeMap::from([("MIG-1".into(), text)]));
         // Its looks do not fill the queue of the first.
         for _ in 0..2 * BACKLOG {
             assert!(second.holder(getuid().as_raw(), "GPU-1").is_some());
             first.answer();
         }
         drop(first);
-        second.claim(&[instance, gpu]).unwrap();
+        assert_eq!(second.claim(&[instance, gpu]), []);
+        assert_eq!(second.others(), BTreeMap::new());
     }
 
     #[test]
     fn other_instances_and_other_machines_devices_are_free() {
         let (machine, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let mut first = claims(machine.path());
-        first.claim(&[device("MIG-1")]).unwrap();
-        claims(machine.path()).claim(&[device("MIG-2")]).unwrap();
-        claims(other.path()).claim(&[device("MIG-1")]).unwrap();
+        assert_eq!(first.claim(&[device("MIG-1")]), []);
+        assert_eq!(claims(machine.path()).claim(&[device("MIG-2")]), []);
+        assert_eq!(claims(other.path()).claim(&[device("MIG-1")]), []);
     }
 
     #[test]
@@ -224,6 +246,6 @@ mod tests {
         // This process holds a name that is another user's.
         let _squatted = claim(&own.name(4711, "GPU-1")).unwrap();
         assert_eq!(own.holder(4711, "GPU-1"), None);
-        own.claim(&[device("GPU-1")]).unwrap();
+        assert_eq!(own.claim(&[device("GPU-1")]), []);
     }
 }

@@ -47,6 +47,8 @@ pub(crate) struct Known {
     pub(crate) hardware: Hardware,
     /// `ok`, or what is wrong.
     pub(crate) state: String,
+    /// It has another daemon: which.
+    pub(crate) other: Option<String>,
     /// What each process used lately; none: the driver does not tell.
     pub(crate) used_by: Option<Used>,
     /// The processes that have a context on it.
@@ -148,6 +150,8 @@ const HANGS: Duration = Duration::from_secs(5);
 #[derive(Clone, Default)]
 pub(crate) struct Devices {
     known: Arc<RwLock<Vec<Known>>>,
+    /// Those that other daemons have, by UUID, and which.
+    others: Arc<RwLock<BTreeMap<String, String>>>,
     /// Since when NVML is asked; none between two looks, and without NVML.
     asked: Arc<RwLock<Option<Instant>>>,
     /// The thread that asks.
@@ -156,8 +160,22 @@ pub(crate) struct Devices {
 
 impl Devices {
     pub(crate) fn list(&self) -> Vec<Known> {
+        let mut known = self.seen();
+        let others = self.others.read().unwrap_or_else(PoisonError::into_inner);
+        for device in &mut known {
+            device.other = others.get(&device.uuid).cloned();
+        }
+        known
+    }
+
+    fn seen(&self) -> Vec<Known> {
         let known = self.known.read();
         known.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Other daemons have these now, by UUID.
+    pub(crate) fn set_others(&self, others: BTreeMap<String, String>) {
+        *self.others.write().unwrap_or_else(PoisonError::into_inner) = others;
     }
 
     /// Why what is known may be old.
@@ -213,7 +231,7 @@ impl Devices {
     /// `seen` has up to when the use of each GPU was seen.
     fn look(&self, nvml: &Nvml, raw: Option<&NvmlLib>, seen: &mut BTreeMap<u32, Seen>) {
         let driver = nvml.sys_driver_version().unwrap_or_default();
-        let old = self.list();
+        let old = self.seen();
         // A driver that does not answer at all has not lost its devices.
         let Some(count) = nvml.device_count().ok().filter(|count| *count > 0) else {
             return;
@@ -305,6 +323,7 @@ fn describe(
                 ..hardware.clone()
             },
             state: "ok".into(),
+            other: None,
             used_by: None,
             processes: processes(&device),
         })

@@ -206,7 +206,13 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
     // The API's socket appears last: a client that finds it finds a daemon that is ready.
     let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
     let mut claims = Claims::new(config.emulated.as_deref());
-    know(&mut claims, &devices, &scheduler).await?;
+    if let Some(claimed) = know(&mut claims, &devices, &scheduler)
+        .await?
+        .into_iter()
+        .next()
+    {
+        return Err(claimed.into());
+    }
     // What has failed must not keep the rest from its daemon.
     let known = devices::numbered(&devices.list());
     for absence in absences(&config, Some(&known).filter(|known| !known.is_empty())) {
@@ -354,7 +360,9 @@ async fn keep_house(
             }
             changed = looked.changed(), if nvml => {
                 nvml = changed.is_ok();
-                know(claims, devices, scheduler).await?;
+                for claimed in know(claims, devices, scheduler).await? {
+                    tracing::warn!("{claimed}. Until then this daemon leaves it out");
+                }
             }
         }
     }
@@ -376,11 +384,17 @@ async fn look_for_stopped(scheduler: &Handle) -> Result<(), Stopped> {
         .await
 }
 
-async fn know(claims: &mut Claims, devices: &Devices, scheduler: &Handle) -> Result<(), Error> {
-    let known = devices.list();
-    claims.claim(&known)?;
-    let known = |answer| Command::KnowDevices(known, answer);
-    Ok(scheduler.ask(known).await?)
+/// Reports the devices to the scheduler. Returns those of which it is new that another daemon has them.
+async fn know(
+    claims: &mut Claims,
+    devices: &Devices,
+    scheduler: &Handle,
+) -> Result<Vec<Claimed>, Error> {
+    let claimed = claims.claim(&devices.list());
+    devices.set_others(claims.others());
+    let known = |answer| Command::KnowDevices(devices.list(), answer);
+    scheduler.ask(known).await?;
+    Ok(claimed)
 }
 
 /// Without a service manager the notice has no receiver.

@@ -251,7 +251,7 @@ async fn relocate(
     let target = resolve(&gpu, &numbered(&known))?;
     let gpus = known.into_iter().map(|it| Gpu {
         instance: it.hardware.mig.is_some() || it.uuid.starts_with("MIG-"),
-        trouble: (it.state != "ok").then_some(it.state),
+        trouble: it.other.or((it.state != "ok").then_some(it.state)),
         uuid: it.uuid,
         number: it.gpu,
         name: it.name,

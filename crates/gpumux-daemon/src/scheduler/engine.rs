@@ -47,6 +47,8 @@ pub(crate) struct Engine {
     pub(super) relocations: BTreeMap<TenantId, Relocation>,
     /// Driver calls of a tenant's processes that their library does not know.
     pub(super) unlisted: BTreeMap<TenantId, BTreeSet<String>>,
+    /// The devices that other daemons have, and which.
+    pub(super) others: BTreeMap<String, String>,
     /// What processes that are gone counted, of tenants that live.
     pub(super) ended: BTreeMap<TenantId, Counted>,
     domains_made: u64,
@@ -73,6 +75,8 @@ pub(crate) enum GroupError {
     NoDevice(String),
     #[error("its tenant may not use device {0}: run it on {1}")]
     Elsewhere(String, String),
+    #[error("{0}")]
+    OtherDaemon(String),
 }
 
 impl Engine {
@@ -93,6 +97,7 @@ impl Engine {
             renewal,
             relocations: BTreeMap::new(),
             unlisted: BTreeMap::new(),
+            others: BTreeMap::new(),
             ended: BTreeMap::new(),
             domains_made: 0,
             cost: Micros::ZERO,
@@ -342,6 +347,9 @@ impl Engine {
         // The driver has not named it, but the process.
         if group.launches.is_some() && !self.state.devices.contains_key(&group.device) {
             return Err(GroupError::NoDevice(group.device));
+        }
+        if let Some(which) = self.others.get(&group.device) {
+            return Err(GroupError::OtherDaemon(which.clone()));
         }
         if let Some(devices) = self.state.confined.get(&group.tenant)
             && !devices.contains(&group.device)

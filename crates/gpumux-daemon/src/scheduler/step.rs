@@ -23,7 +23,10 @@ impl Engine {
 
     /// All devices that exist, also where no tenant has shown them yet. Others that existed before are gone.
     pub(super) fn know_devices(&mut self, devices: impl IntoIterator<Item = Known>) {
-        let devices: Vec<Known> = devices.into_iter().collect();
+        let (others, devices): (Vec<Known>, Vec<Known>) =
+            devices.into_iter().partition(|it| it.other.is_some());
+        let others = others.into_iter();
+        self.others = others.filter_map(|it| Some((it.uuid, it.other?))).collect();
         let exists = |uuid: &String| devices.iter().any(|known| known.uuid == *uuid);
         let before = self.admission.numbers.keys();
         let gone: Vec<String> = before.filter(|uuid| !exists(uuid)).cloned().collect();

@@ -62,6 +62,26 @@ fn group_with_refused_controls_is_due_unless_it_was_freed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn group_on_a_device_of_another_daemon_is_refused() {
+    let node = Node::start(64).await;
+    let first = node.session().await;
+    let own = node.driver.open();
+    send(&first, &fake::group(0, 1), Some(own.as_fd()));
+    let which = "GPU 0 has a daemon already (pid 7, uid 0): use root's";
+    let device = crate::devices::Known {
+        uuid: node.until_domains(1).await.remove(0).device,
+        other: Some(which.into()),
+        ..Default::default()
+    };
+    let known = |answer| scheduler::Command::KnowDevices(vec![device], answer);
+    node.scheduler.ask(known).await.unwrap();
+    let second = node.session().await;
+    let file = node.driver.open();
+    send(&second, &fake::group(0, 2), Some(file.as_fd()));
+    refused(&second, which).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn handles_that_the_file_does_not_own_are_refused() {
     let node = Node::start(64).await;
     let victim = node.session().await;
