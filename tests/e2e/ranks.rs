@@ -92,6 +92,46 @@ fn ranks_that_share_a_device_are_refused_without_a_group() {
     );
 }
 
+/// What a program that starts a tenant has in its environment, and what that tenant has.
+#[test]
+fn tenant_of_a_rank_has_nccl_settings_of_its_own() {
+    let node = Node::start();
+    let own = gpumux_tests::binary().display().to_string();
+    let options = "--name job --trust team --ranks-per-gpu 3";
+    let mut job = node.tenant(options, "sh -c");
+    job.env("NCCL_NVLS_ENABLE", "1");
+    let command = format!("env; echo inner; {own} run --name inner -- env");
+    let job = job.arg(command).run().ok();
+    let (outer, inner) = job.out.split_once("inner\n").expect("both have run");
+    let has = |text: &str, name: &str| text.lines().any(|line| line.starts_with(name));
+    for name in ["NCCL_MAX_CTAS=", "NCCL_MULTI_RANK_GPU_ENABLE=1"] {
+        assert!(has(outer, name) && !has(inner, name), "{name}: {job:?}");
+    }
+    // The user's own.
+    assert!(has(outer, "NCCL_NVLS_ENABLE=1") && has(inner, "NCCL_NVLS_ENABLE=1"));
+    assert!(job.err.contains("NCCL supports 2 ranks"), "{job:?}");
+}
+
+#[test]
+fn limit_that_is_not_set_is_not_booked() {
+    let node = Node::start();
+    let blocks = |name: &str, options: &str, set: Option<&str>| {
+        let options = format!("--name {name} --trust team --sharing space {options}");
+        let mut run = node.tenant(&options, "gpumux scratch");
+        run.env_remove("NCCL_MAX_CTAS");
+        run.envs(set.map(|it| ("NCCL_MAX_NCHANNELS", it)));
+        let process = Process::start(&mut run);
+        let placed = node.wait_tenant(name, |it| it["domains"][0].is_object());
+        (process, placed["placement"]["max_ctas"].as_u64())
+    };
+    let (_left, left) = blocks("left", "--frameworks leave", None);
+    let (_given, given) = blocks("given", "", Some("8"));
+    let (_adapted, adapted) = blocks("adapted", "", None);
+    assert_eq!((left, given), (None, Some(8)));
+    // Half of what 32 and 8 leave of three quarters of 132 SMs.
+    assert_eq!(adapted, Some(29));
+}
+
 /// Does with the library what NCCL 2.28 does: opens it, and reports a communicator of four ranks, calls and a launch. The kernel spins until
 /// the program gets a line.
 const NCCL: &str = r#"

@@ -5,10 +5,11 @@
 //! - NCCL reports collectives to gpumux's library. In a group its kernels have so few thread blocks that those of all members fit on a device
 //!   at once. It takes several ranks on a device only where that is set.
 
-use std::{env, path::Path, process::Command};
+use std::{env, ffi::OsString, path::Path, process::Command};
 
 use gpumux_core::space::BLOCKS;
 use gpumux_daemon::api::types::Placement;
+use gpumux_wire::FRAMEWORKS_VARIABLE;
 
 /// What `gpumux run` does with these settings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -35,6 +36,40 @@ impl Setting {
             value,
             unless,
         }
+    }
+}
+
+/// What `gpumux run` has set in a program's environment, a line each: a tenant that this program starts has settings of its own.
+const SET: &str = "GPUMUX_SET";
+/// What limits the thread blocks of a collective.
+const LIMITS: [&str; 2] = ["NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"];
+
+/// The variables that an outer `gpumux run` has set, by what it wrote of them and what they are now.
+fn inherited(set: &str, is: impl Fn(&str) -> Option<OsString>) -> Vec<&str> {
+    let pairs = set.lines().filter_map(|line| line.split_once('='));
+    let ours = pairs.filter(|(name, value)| is(name).is_some_and(|it| it == *value));
+    ours.map(|(name, _)| name).collect()
+}
+
+/// What the user has set of a variable.
+fn given(name: &str) -> Option<OsString> {
+    let set = env::var(SET).unwrap_or_default();
+    let is_ours = inherited(&set, |name| env::var_os(name)).contains(&name);
+    env::var_os(name).filter(|_| !is_ours)
+}
+
+/// The most thread blocks of a collective, where the user has set that.
+pub(crate) fn blocks_given() -> Option<u32> {
+    let number = |name: &str| given(name)?.to_str()?.parse().ok();
+    LIMITS.into_iter().filter_map(number).min()
+}
+
+/// Takes out of a program's environment what an outer `gpumux run` has set there.
+pub(crate) fn clear(program: &mut Command) {
+    let set = env::var(SET).unwrap_or_default();
+    let ours = inherited(&set, |name| env::var_os(name)).into_iter();
+    for name in ours.chain([SET, FRAMEWORKS_VARIABLE]) {
+        program.env_remove(name);
     }
 }
 
@@ -65,8 +100,7 @@ fn wanted(python: bool, shim: &Path, placement: &Placement) -> Vec<Setting> {
     // docs.nvidia.com, NCCL, "Environment Variables".
     let ranks = placement.ranks_per_gpu > 1;
     if let Some(blocks) = placement.max_ctas.filter(|it| ranks || *it < BLOCKS) {
-        let unless = &["NCCL_MAX_NCHANNELS"];
-        all.push(Setting::new("NCCL_MAX_CTAS", blocks, unless));
+        all.push(Setting::new(LIMITS[0], blocks, &LIMITS[1..]));
     }
     if ranks {
         all.push(Setting::new("NCCL_MULTI_RANK_GPU_ENABLE", 1, &[]));
@@ -90,13 +124,14 @@ pub(crate) fn set(
     placement: &Placement,
 ) -> Option<String> {
     let wanted = wanted(python, shim, placement);
-    let set: Vec<String> = missing(wanted, |name| env::var_os(name).is_some())
+    let set: Vec<String> = missing(wanted, |name| given(name).is_some())
         .map(|it| {
             program.env(it.variable, &it.value);
             format!("{}={}", it.variable, it.value)
         })
         .collect();
     (!set.is_empty()).then(|| {
+        program.env(SET, set.join("\n"));
         let all = set.join(" ");
         format!("set {all}, so that the program shares the GPU; --frameworks leave sets nothing")
     })
@@ -150,6 +185,20 @@ mod tests {
                 "NCCL_NVLS_ENABLE"
             ]
         );
+    }
+
+    #[test]
+    fn setting_of_an_outer_run_is_no_users() {
+        let set = "NCCL_MAX_CTAS=17\nNCCL_NVLS_ENABLE=0\nNCCL_PROFILER_PLUGIN=/a=b.so";
+        let now = |name: &str| match name {
+            "NCCL_MAX_CTAS" => Some("17".into()),
+            "NCCL_PROFILER_PLUGIN" => Some("/a=b.so".into()),
+            // Changed since.
+            _ => Some("1".into()),
+        };
+        assert_eq!(inherited(set, now), ["NCCL_MAX_CTAS", PROFILER]);
+        assert_eq!(inherited(set, |_| None), [""; 0]);
+        assert_eq!(inherited("", now), [""; 0]);
     }
 
     #[test]

@@ -141,6 +141,8 @@ enum Restart {
 
 /// Set for the process that stays the parent of a detached program.
 const DETACHED: &str = "GPUMUX_DETACHED";
+/// Ranks of a communicator on one GPU that NCCL supports (2.30.3).
+const RANKS_OF_NCCL: u32 = 2;
 /// Between two looks.
 const MOMENT: Duration = Duration::from_millis(20);
 
@@ -289,11 +291,15 @@ fn notes(args: &Args, tenant: &Created) -> Vec<String> {
     let needless = (args.keep_memory && *way == Way::Time).then(|| {
         format!("{name} is in no group, so no other program's fault ends it: --keep-memory keeps nothing")
     });
-    remembered
-        .into_iter()
-        .chain(in_turns)
-        .chain(needless)
-        .collect()
+    // docs.nvidia.com, NCCL, "Environment Variables": NCCL_MULTI_RANK_GPU_ENABLE.
+    let many = (args.ranks_per_gpu > RANKS_OF_NCCL).then(|| {
+        format!(
+            "NCCL supports {RANKS_OF_NCCL} ranks on a GPU, as an experiment: with {} it may come to a stop; --ranks-per-gpu {RANKS_OF_NCCL} on more GPUs is what it supports",
+            args.ranks_per_gpu
+        )
+    });
+    let all = [remembered, in_turns, needless, many];
+    all.into_iter().flatten().collect()
 }
 
 /// Why the program does not become a tenant.
@@ -341,8 +347,9 @@ pub(super) fn equip(program: &mut Command, tenant: Created, shim: &Path) {
             program.env_remove(variable);
         }
     }
+    // Of a tenant that starts another one.
+    frameworks::clear(program);
     program
-        // Of a tenant that starts another one.
         .env_remove(MEMORY_LIMIT_VARIABLE)
         .env_remove(RANKS_VARIABLE)
         .env_remove(keeper::VARIABLE)
@@ -393,9 +400,8 @@ fn create(args: &Args, spec: SpecChange) -> Result<Created, Failure> {
         },
         // Daemons before this field refuse it.
         ranks_per_gpu: Some(args.ranks_per_gpu).filter(|it| *it > 1).unwrap_or(0),
-        max_ctas: env::var("NCCL_MAX_CTAS")
-            .ok()
-            .and_then(|it| it.parse().ok()),
+        max_ctas: frameworks::blocks_given(),
+        limits_collectives: args.frameworks == Frameworks::Adapt,
         utility: args.utility.clone(),
         fingerprint: args.fingerprint.clone().or(own),
         devices: args.gpu.clone(),

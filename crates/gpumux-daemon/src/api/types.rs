@@ -335,9 +335,12 @@ pub struct NewTenant {
     #[serde(default, skip_serializing_if = "is_zero")]
     #[schema(maximum = 8)]
     pub ranks_per_gpu: u32,
-    /// `NCCL_MAX_CTAS`, where its user has set it.
+    /// Thread blocks of a collective at most, where its user has set that (`NCCL_MAX_CTAS`, `NCCL_MAX_NCHANNELS`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_ctas: Option<u32>,
+    /// Its `NCCL_MAX_CTAS` is set to what its placement has, where its user has set none.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub limits_collectives: bool,
     /// Its command line, for people; cut to 1000 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub command: Option<String>,
@@ -381,6 +384,10 @@ pub struct Created {
 
 fn is_zero(number: &u32) -> bool {
     *number == 0
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 /// How a tenant shares devices, decided at its start.

@@ -114,12 +114,13 @@ pub(super) fn place(
         let others = room.members.iter().map(|it| spins(&it.placement));
         let (percent, processes) = (placement.percent_of_each(), placement.processes());
         let others: Vec<_> = others.collect();
-        Some(space::blocks(wish.sms?, &others, percent, processes))
+        let sms = wish.sms.filter(|_| wish.new.limits_collectives)?;
+        Some(space::blocks(sms, &others, percent, processes))
     });
     (placement, Some(membership))
 }
 
-/// What the collectives of a member take. Nothing is known of one without a limit: it has NCCL's own.
+/// What the collectives of a member take. One without a limit has NCCL's own.
 fn spins(member: &Placement) -> space::Spinning {
     space::Spinning {
         percent: member.percent_of_each(),
