@@ -1,5 +1,6 @@
 //! Copies between host and device: counted, and divided by the tenants' shares.
 
+use gpumux_cuda::list::{Class, entry_points};
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, wait_for};
 use serde_json::Value;
 
@@ -82,43 +83,91 @@ fn copies_follow_guarantees_until_one_copies_alone() {
 /// Every kind of call, with what it is to count.
 const EVERY: &str = r#"
 context = use_device()
-K, size = 1024, ctypes.c_size_t(128 << 10)
+SIZE = 128 << 10
+size, few = ctypes.c_size_t(SIZE), ctypes.c_size_t(4 << 10)
 stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
-pinned, plain = ctypes.c_void_p(), ctypes.create_string_buffer(128 << 10)
+pinned, plain = ctypes.c_void_p(), ctypes.create_string_buffer(SIZE)
 one, two = ctypes.c_uint64(), ctypes.c_uint64()
 call("cuStreamCreate", ctypes.byref(stream), 1)
 call("cuMemAllocHost_v2", ctypes.byref(pinned), size)
 for at in (one, two):
     call("cuMemAlloc_v2", ctypes.byref(at), size)
 address = ctypes.c_uint64(pinned.value)
-class Plane(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in "x y kind host device array pitch X Y Kind Host Device Array Pitch width height".split()]
-def plane(**values):
-    return ctypes.byref(Plane(width=1024, height=128, pitch=1024, Pitch=1024, **values))
+def words(*values):
+    return (ctypes.c_uint64 * len(values))(*values)
+# The kind of memory (1 host, 2 device) and its two addresses; 128 rows of 1 KiB.
+IN, OUT = ((1, pinned.value, 0), (2, 0, one.value)), ((2, 0, one.value), (1, pinned.value, 0))
+def plane(*sides):
+    return words(*(it for side in sides for it in (0, 0, *side, 0, 1024)), 1024, 128)
+def volume(*sides):
+    return words(*(it for side in sides for it in (0, 0, 0, 0, *side, 0, 0, 1024, 16)), 1024, 16, 8)
+def operation(to, source):
+    return [*(it for at in (source, to) for it in (1, at.value, 1024, 16, 0)), 1024, 16, 8, 0]
+# Two to the device, one to the host, one within the device.
+BATCH = words(one.value, one.value, pinned.value, two.value), words(*[pinned.value] * 2, *[one.value] * 2), words(*[SIZE] * 4)
+VOLUMES = words(*operation(one, address), *operation(one, address), *operation(address, one), *operation(two, one))
+none, four = ctypes.c_void_p(), ctypes.c_size_t(4)
 input()
-# To the device: 5.
+# To the device: 6 + 4.
 call("cuMemcpyHtoD_v2", one, plain, size)
 call("cuMemcpyHtoDAsync_v2", one, pinned, size, stream)
 call("cuMemcpyAsync", one, address, size, stream)
 call("cuMemcpy", one, address, size)
-call("cuMemcpy2D_v2", plane(kind=1, host=pinned.value, Kind=2, Device=one.value))
-# To the host: 4.
+call("cuMemcpyWithAttributesAsync", one, address, size, none, stream)
+call("cuMemcpy2D_v2", plane(*IN))
+call("cuMemcpy2DUnaligned_v2", plane(*IN))
+call("cuMemcpy3D_v2", volume(*IN))
+call("cuMemcpy3DPeer", volume(*IN))
+call("cuMemcpy3DWithAttributesAsync", words(*operation(one, address)), none, stream)
+# To the host: 6.
 call("cuMemcpyDtoH_v2", plain, one, size)
 call("cuMemcpyDtoHAsync_v2", pinned, one, size, stream)
 call("cuMemcpyAsync", address, one, size, stream)
-call("cuMemcpy2DAsync_v2", plane(kind=2, device=one.value, Kind=1, Host=pinned.value), stream)
+call("cuMemcpy2DAsync_v2", plane(*OUT), stream)
+call("cuMemcpy3DAsync_v2", volume(*OUT), stream)
+call("cuMemcpy3DPeerAsync", volume(*OUT), stream)
+# 8 to the device, and 4 to the host.
+call("cuMemcpyBatchAsync", *BATCH, four, none, none, none, none, stream)
+call("cuMemcpyBatchAsync_v2", *BATCH, four, none, none, none, stream)
+call("cuMemcpy3DBatchAsync", four, VOLUMES, none, none, stream)
+call("cuMemcpy3DBatchAsync_v2", four, VOLUMES, none, stream)
 # Neither.
 call("cuMemcpyDtoD_v2", two, one, size)
 call("cuMemcpyAsync", two, one, size, stream)
 call("cuStreamBeginCapture_v2", stream, 0)
 call("cuMemcpyHtoDAsync_v2", one, pinned, size, stream)
 call("cuStreamEndCapture", stream, ctypes.byref(graph))
+# Few bytes: one of 17 is asked about.
+for _ in range(34):
+    call("cuMemcpyAsync", one, address, few, stream)
+    call("cuMemcpyHtoDAsync_v2", one, pinned, few, stream)
 call("cuCtxSynchronize")
 input()
 "#;
 
 #[test]
 fn every_copy_between_host_and_device_is_counted() {
+    /// They copy within devices, or from one to another.
+    const WITHIN: &[&str] = &[
+        "AtoA",
+        "AtoD",
+        "DtoA",
+        "DtoD",
+        "DtoDAsync",
+        "Peer",
+        "PeerAsync",
+    ];
+    /// The emulated device has no arrays.
+    const ARRAYS: &[&str] = &["AtoH", "AtoHAsync", "HtoA", "HtoAAsync"];
+    let copies = entry_points()
+        .filter(|it| it.symbol.starts_with("cuMemcpy") && it.class != Class::Short)
+        .filter(|it| !it.per_thread() && !WITHIN.contains(&&it.name["cuMemcpy".len()..]));
+    for it in copies {
+        let is_called = EVERY.contains(&format!("call(\"{}\"", it.symbol));
+        let is_array = ARRAYS.contains(&&it.name["cuMemcpy".len()..]);
+        assert!(is_called || is_array && it.own, "{it:?}");
+    }
+
     let node = Node::start();
     let Some(program) = python(&node, EVERY) else {
         return;
@@ -129,6 +178,47 @@ fn every_copy_between_host_and_device_is_counted() {
     tenant.write("\n");
     let counts = |it: &Value| ["to_device", "to_host"].map(|way| copied(it, way).0);
     const SIZE: u64 = 128 << 10;
-    let found = node.wait_tenant("one", |it| counts(it) >= [5 * SIZE, 4 * SIZE]);
-    assert_eq!(counts(&found), [5 * SIZE, 4 * SIZE]);
+    let expected = [18 * SIZE + 68 * (4 << 10), 10 * SIZE];
+    let found = node.wait_tenant("one", |it| {
+        let counts = counts(it);
+        counts[0] >= expected[0] && counts[1] >= expected[1]
+    });
+    assert_eq!(counts(&found), expected);
+}
+
+/// Small copies without end, a few thousand a second.
+const SMALL: &str = r#"
+import sys
+use_device()
+size, stream = ctypes.c_size_t(32 << 10), ctypes.c_void_p()
+host, device = ctypes.c_void_p(), ctypes.c_uint64()
+call("cuStreamCreate", ctypes.byref(stream), 1)
+call("cuMemAllocHost_v2", ctypes.byref(host), size)
+call("cuMemAlloc_v2", ctypes.byref(device), size)
+while True:
+    for _ in range(64):
+        if sys.argv[1] == "known":
+            call("cuMemcpyDtoHAsync_v2", host, device, size, stream)
+        else:
+            call("cuMemcpyAsync", host, device, size, stream)
+    call("cuStreamSynchronize", stream)
+"#;
+
+#[test]
+fn many_small_copies_are_limited_like_large_ones() {
+    for argument in ["known", "between"] {
+        let node = node();
+        let Some(program) = python(&node, SMALL) else {
+            return;
+        };
+        let small = format!("{program} {argument}");
+        let _two = Process::start(&mut node.tenant("--name two --guaranteed 0.25", &small));
+        node.wait_tenant("two", |it| copied(it, "to_host").0 > 0);
+        let program = python(&node, COPIES).expect("python3 is there");
+        let large = format!("{program} out");
+        let _one = Process::start(&mut node.tenant("--name one --guaranteed 0.75", &large));
+        node.wait_tenant("two", |it| copied(it, "to_host").1);
+        let part = part(&node, "to_host", 120_000_000);
+        assert!((0.65..0.85).contains(&part), "{part} {argument}");
+    }
 }

@@ -20,6 +20,8 @@ type Address = u64;
 /// Words of `CUDA_MEMCPY2D` and of `CUDA_MEMCPY3D`.
 type Plane = In<[u64; 16]>;
 pub(crate) type Volume = In<[u64; 25]>;
+/// Words of `CUDA_MEMCPY3D_BATCH_OP`.
+type Operation = In<[u64; 14]>;
 
 /// One side of a copy.
 struct Side {
@@ -267,6 +269,32 @@ fn copy_all(
     Ok(())
 }
 
+/// Copies many volumes.
+fn copy_volumes(all: Operation, count: usize, stream: Handle) -> Result {
+    for i in 0..count {
+        let it = all.get_at(i)?;
+        let [width, height, depth] = [it[10], it[11], it[12]];
+        let side = |at: usize| {
+            // A pointer; the device's or the host's.
+            let kind = match it[at] & 0xffff_ffff {
+                1 => 4,
+                _ => return Err(CuError::NOT_SUPPORTED),
+            };
+            let or = |value: u64, other: u64| if value == 0 { other } else { value };
+            let (pitch, rows) = (or(it[at + 2], width), or(it[at + 3], height));
+            Side::new(
+                kind,
+                [0, it[at + 1], 0],
+                [0; 3],
+                [width, height, depth],
+                [pitch, rows],
+            )
+        };
+        copy(&side(5)?, &side(0)?, [width, height, depth], stream, false)?;
+    }
+    Ok(())
+}
+
 exports! { FUNCTIONS by cuda;
     [cuMemcpyBatchAsync_ptsz]cuMemcpyBatchAsync(to: In<Address>, from: In<Address>, sizes: In<usize>, count: usize, _attributes: Handle, _indices: Handle, _many: usize, failed: Out<usize>, stream: Handle) => {
         // Which one: not known.
@@ -286,6 +314,16 @@ exports! { FUNCTIONS by cuda;
     [cuMemcpyDtoA_v2_ptds]cuMemcpyDtoA_v2(to: Handle, offset: usize, from: Address, bytes: usize) => copy_row(Place::Array(to, offset), Place::Memory(from), bytes, 0, true);
     [cuMemcpyAtoD_v2_ptds]cuMemcpyAtoD_v2(to: Address, from: Handle, offset: usize, bytes: usize) => copy_row(Place::Memory(to), Place::Array(from, offset), bytes, 0, true);
     [cuMemcpyAtoA_v2_ptds]cuMemcpyAtoA_v2(to: Handle, offset: usize, from: Handle, start: usize, bytes: usize) => copy_row(Place::Array(to, offset), Place::Array(from, start), bytes, 0, true);
+    [cuMemcpy3DPeer_ptds]cuMemcpy3DPeer(volume: Volume) => copy_volume(volume, 0, true);
+    [cuMemcpy3DPeerAsync_ptsz]cuMemcpy3DPeerAsync(volume: Volume, stream: Handle) => copy_volume(volume, stream, false);
+    [cuMemcpyWithAttributesAsync_ptsz]cuMemcpyWithAttributesAsync(to: Address, from: Address, bytes: usize, _attributes: Handle, stream: Handle) => stream::copy(to, from, bytes, Direction::Any, stream, false);
+    [cuMemcpy3DBatchAsync_ptsz]cuMemcpy3DBatchAsync(count: usize, all: Operation, failed: Out<usize>, _flags: u64, stream: Handle) => {
+        // Which one: not known.
+        failed.put_if_wanted(usize::MAX);
+        copy_volumes(all, count, stream)
+    };
+    [cuMemcpy3DBatchAsync_v2_ptsz]cuMemcpy3DBatchAsync_v2(count: usize, all: Operation, _flags: u64, stream: Handle) => copy_volumes(all, count, stream);
+    [cuMemcpy3DWithAttributesAsync_ptsz]cuMemcpy3DWithAttributesAsync(only: Operation, _flags: u64, stream: Handle) => copy_volumes(only, 1, stream);
     [cuMemsetD2D8_v2_ptds]cuMemsetD2D8_v2(to: Address, pitch: usize, value: u8, columns: usize, rows: usize) => set(to, pitch, 1, value.into(), [columns, rows], 0, true);
     [cuMemsetD2D16_v2_ptds]cuMemsetD2D16_v2(to: Address, pitch: usize, value: u16, columns: usize, rows: usize) => set(to, pitch, 2, value.into(), [columns, rows], 0, true);
     [cuMemsetD2D32_v2_ptds]cuMemsetD2D32_v2(to: Address, pitch: usize, value: c_uint, columns: usize, rows: usize) => set(to, pitch, 4, value, [columns, rows], 0, true);

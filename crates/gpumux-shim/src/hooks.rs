@@ -44,7 +44,7 @@ use crate::{
     },
     unlisted, work,
     work::{
-        copies::{Plane, Volume},
+        copies::{Operation, Plane, Volume},
         graphs,
         meter::Piece,
         predictor::Call,
@@ -413,6 +413,18 @@ hooks! {
     [cuMemcpy2DAsync_v2_ptsz] cuMemcpy2DAsync_v2(shape: *const Plane, stream: CUstream) (real, own) => unsafe { work::shaped(stream, own, shape, real) };
     [cuMemcpy3D_v2_ptds] cuMemcpy3D_v2(shape: *const Volume) (real, own) => unsafe { work::shaped(ptr::null_mut(), own, shape, real) };
     [cuMemcpy3DAsync_v2_ptsz] cuMemcpy3DAsync_v2(shape: *const Volume, stream: CUstream) (real, own) => unsafe { work::shaped(stream, own, shape, real) };
+    [cuMemcpy3DPeer_ptds] cuMemcpy3DPeer(shape: *const Volume) (real, own) => unsafe { work::shaped(ptr::null_mut(), own, shape, real) };
+    [cuMemcpy3DPeerAsync_ptsz] cuMemcpy3DPeerAsync(shape: *const Volume, stream: CUstream) (real, own) => unsafe { work::shaped(stream, own, shape, real) };
+    [cuMemcpyBatchAsync_ptsz] cuMemcpyBatchAsync(to: *const CUdeviceptr, from: *const CUdeviceptr, bytes: *const usize, count: usize, kinds: *const c_void, indices: *const usize, many: usize, failed: *mut usize, stream: CUstream) (real, own) => unsafe { work::batch(stream, own, (to, from, bytes, count), real) };
+    [cuMemcpyBatchAsync_v2_ptsz] cuMemcpyBatchAsync_v2(to: *const CUdeviceptr, from: *const CUdeviceptr, bytes: *const usize, count: usize, kinds: *const c_void, indices: *const usize, many: usize, stream: CUstream) (real, own) => unsafe { work::batch(stream, own, (to, from, bytes, count), real) };
+    [cuMemcpyWithAttributesAsync_ptsz] cuMemcpyWithAttributesAsync(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, kind: *const c_void, stream: CUstream) (real, own) => work::between(stream, own, (to, from, bytes), real);
+    [cuMemcpy3DBatchAsync_ptsz] cuMemcpy3DBatchAsync(count: usize, first: *const Operation, failed: *mut usize, flags: u64, stream: CUstream) (real, own) => unsafe { work::operations(stream, own, (first, count), real) };
+    [cuMemcpy3DBatchAsync_v2_ptsz] cuMemcpy3DBatchAsync_v2(count: usize, first: *const Operation, flags: u64, stream: CUstream) (real, own) => unsafe { work::operations(stream, own, (first, count), real) };
+    [cuMemcpy3DWithAttributesAsync_ptsz] cuMemcpy3DWithAttributesAsync(only: *const Operation, flags: u64, stream: CUstream) (real, own) => unsafe { work::operations(stream, own, (only, 1), real) };
+    [cuMemcpyHtoA_v2_ptds] cuMemcpyHtoA_v2(to: u64, at: usize, from: *const c_void, bytes: usize) (real, own) => work::from_host(ptr::null_mut(), own, bytes, real);
+    [cuMemcpyHtoAAsync_v2_ptsz] cuMemcpyHtoAAsync_v2(to: u64, at: usize, from: *const c_void, bytes: usize, stream: CUstream) (real, own) => work::from_host(stream, own, bytes, real);
+    [cuMemcpyAtoH_v2_ptds] cuMemcpyAtoH_v2(to: *mut c_void, from: u64, at: usize, bytes: usize) (real, own) => work::to_host(ptr::null_mut(), own, bytes, || work::either(ptr::null_mut(), own, real));
+    [cuMemcpyAtoHAsync_v2_ptsz] cuMemcpyAtoHAsync_v2(to: *mut c_void, from: u64, at: usize, bytes: usize, stream: CUstream) (real, own) => work::to_host(stream, own, bytes, || work::either(stream, own, real));
 
     // What tells that work is submitted.
     [cuLaunchHostFunc_ptsz] cuLaunchHostFunc(stream: CUstream, function_: *mut c_void, data: *mut c_void) (real, _own) => work::call_back(real);

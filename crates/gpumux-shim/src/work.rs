@@ -42,7 +42,7 @@ pub(crate) use self::{
     streams::{has_failed, is_fatal},
 };
 use self::{
-    copies::{Shape, Way, transfer},
+    copies::{Copied, Operation, Shape, Way, transfer},
     meter::Piece,
     permits::On,
     poller::reap,
@@ -213,10 +213,12 @@ pub(crate) fn from_host(
     bytes: usize,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let way = Way::Known(Direction::ToDevice);
-    transfer(stream, own, (way, bytes), || match bytes <= STAGED {
-        true => either(stream, own, real),
-        false => copy(stream, own, real),
+    let copied = (Way::Known(Direction::ToDevice), bytes as u64);
+    transfer(stream, own, [copied].into_iter(), || {
+        match bytes <= STAGED {
+            true => either(stream, own, real),
+            false => copy(stream, own, real),
+        }
     })
 }
 
@@ -228,8 +230,19 @@ pub(crate) fn to_host(
     bytes: usize,
     call: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let way = Way::Known(Direction::ToHost);
-    transfer(stream, own, (way, bytes), call)
+    let copied = (Way::Known(Direction::ToHost), bytes as u64);
+    transfer(stream, own, [copied].into_iter(), call)
+}
+
+/// The program makes copies that either engine may do.
+#[inline]
+pub(crate) fn copies(
+    stream: CUstream,
+    own: bool,
+    copies: impl Iterator<Item = Copied> + Clone,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    transfer(stream, own, copies, || either(stream, own, real))
 }
 
 /// The program copies so many bytes between two addresses.
@@ -240,8 +253,27 @@ pub(crate) fn between(
     (to, from, bytes): (CUdeviceptr, CUdeviceptr, usize),
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let way = Way::Between(to, from);
-    transfer(stream, own, (way, bytes), || either(stream, own, real))
+    let copied = (Way::Between(to, from), bytes as u64);
+    copies(stream, own, [copied].into_iter(), real)
+}
+
+/// The program copies a batch between so many addresses.
+///
+/// # Safety
+/// It must be what the program passed.
+pub(crate) unsafe fn batch(
+    stream: CUstream,
+    own: bool,
+    (to, from, bytes, count): (*const CUdeviceptr, *const CUdeviceptr, *const usize, usize),
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // SAFETY: the caller's.
+    let [to, from] = [to, from].map(|it| unsafe { copies::all(it, count) });
+    // SAFETY: the caller's.
+    let bytes = unsafe { copies::all(bytes, count) };
+    let ways = (to.iter().zip(from)).map(|(to, from)| Way::Between(*to, *from));
+    let copied = ways.zip(bytes.iter().map(|bytes| *bytes as u64));
+    copies(stream, own, copied, real)
 }
 
 /// The program copies between planes or volumes.
@@ -256,11 +288,22 @@ pub(crate) unsafe fn shaped<const N: usize, const M: usize, const D: usize>(
 ) -> CUresult {
     // SAFETY: the caller's.
     let shape = unsafe { shape.as_ref() };
-    let call = || either(stream, own, real);
-    match shape.map(Shape::copied) {
-        Some(copied) => transfer(stream, own, copied, call),
-        None => call(),
-    }
+    copies(stream, own, shape.into_iter().map(Shape::copied), real)
+}
+
+/// The program copies between volumes, so many in a call.
+///
+/// # Safety
+/// They must be what the program passed.
+pub(crate) unsafe fn operations(
+    stream: CUstream,
+    own: bool,
+    (first, count): (*const Operation, usize),
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // SAFETY: the caller's.
+    let all = unsafe { copies::all(first, count) };
+    copies(stream, own, all.iter().filter_map(Operation::copied), real)
 }
 
 /// The program gives a stream a copy, or something else that may run although the compute group is frozen.

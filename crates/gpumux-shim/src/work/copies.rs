@@ -5,6 +5,7 @@
 //! outside of its call is so followed by the next at the time at which it has ended, if the device copies no slower.
 
 use std::{
+    cell::Cell,
     collections::BTreeMap,
     sync::{
         Mutex,
@@ -25,7 +26,7 @@ use crate::{
     work::streams::{Key, STATES, insert, is_capturing},
 };
 
-/// Copies of so few bytes do not wait. They count where the call names their direction ([`Way::Known`]).
+/// Copies of so few bytes wait for each other only, not for large ones.
 const SMALL: u64 = 64 << 10;
 /// What may be copied at once after a pause: as much as the rate allows in this time.
 const BURST: Duration = Duration::from_millis(5);
@@ -45,29 +46,49 @@ struct Bucket {
     rate: f64,
     /// Bytes that may be copied; below zero: that are to be paid for.
     has: f64,
+    /// Bytes of small copies that are to be paid for.
+    few: f64,
     /// When it had that.
     at: Instant,
 }
 
 impl Bucket {
     fn new(rate: f64, at: Instant) -> Self {
-        Self { rate, has: 0.0, at }
+        Self {
+            rate,
+            has: 0.0,
+            few: 0.0,
+            at,
+        }
+    }
+
+    /// Bytes that may be copied at once.
+    fn burst(&self) -> f64 {
+        self.rate * BURST.as_secs_f64()
     }
 
     fn fill(&mut self, now: Instant) {
-        let elapsed = now.saturating_duration_since(self.at);
-        let most = self.rate * BURST.as_secs_f64();
-        self.has = (self.has + self.rate * elapsed.as_secs_f64()).min(most);
+        let more = self.rate * now.saturating_duration_since(self.at).as_secs_f64();
+        self.has = (self.has + more).min(self.burst());
+        self.few = (self.few - more).max(0.0);
         self.at = now;
     }
 
     /// Takes a copy of so many bytes, or returns how long it has to wait.
     fn take(&mut self, bytes: u64, now: Instant) -> Option<Duration> {
         self.fill(now);
-        if self.has < 0.0 && bytes > SMALL {
-            return Some(Duration::from_secs_f64(-self.has / self.rate));
+        let is_small = bytes <= SMALL;
+        let unpaid = match is_small {
+            true => self.few - self.burst().max(SMALL as f64),
+            false => -self.has,
+        };
+        if unpaid > 0.0 {
+            return Some(Duration::from_secs_f64(unpaid / self.rate));
         }
         self.has -= bytes as f64;
+        if is_small {
+            self.few += bytes as f64;
+        }
         None
     }
 }
@@ -126,22 +147,45 @@ fn wait(slot: u32, direction: Direction, bytes: u64) {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Way {
     Known(Direction),
-    /// To and from what. Few bytes do not count: the driver is not asked about their addresses.
+    /// To and from what.
     Between(CUdeviceptr, CUdeviceptr),
 }
 
-impl Way {
-    fn direction(self, bytes: u64) -> Option<Direction> {
-        match self {
-            Self::Known(direction) => Some(direction),
-            Self::Between(..) if bytes <= SMALL => None,
-            Self::Between(to, from) => match (is_device(to), is_device(from)) {
-                (true, false) => Some(Direction::ToDevice),
-                (false, true) => Some(Direction::ToHost),
-                _ => None,
-            },
+/// A copy of so many bytes.
+pub(crate) type Copied = (Way, u64);
+
+thread_local! {
+    /// Bytes of this thread's small copies between addresses about which the driver was not asked.
+    static FEW: Cell<u64> = const { Cell::new(0) };
+}
+
+/// What these copy, by [`Direction`]. The driver is asked about one of many small copies, which stands for those before it: `few` bytes.
+fn sums(copies: impl Iterator<Item = Copied>, few: &mut u64) -> [u64; 2] {
+    let mut sums = [0; 2];
+    for (way, mut bytes) in copies {
+        let direction = match way {
+            Way::Known(direction) => Some(direction),
+            Way::Between(to, from) => {
+                if bytes <= SMALL {
+                    *few += bytes;
+                    if *few <= SMALL {
+                        continue;
+                    }
+                    bytes = std::mem::take(few);
+                }
+                match (is_device(to), is_device(from)) {
+                    (true, false) => Some(Direction::ToDevice),
+                    (false, true) => Some(Direction::ToHost),
+                    _ => None,
+                }
+            }
+        };
+        if let Some(direction) = direction {
+            let sum: &mut u64 = &mut sums[direction as usize];
+            *sum = sum.saturating_add(bytes);
         }
     }
+    sums
 }
 
 functions! {
@@ -170,33 +214,49 @@ fn slot_of(stream: CUstream, own: bool) -> Option<u32> {
     bits(STATES[place].slots.load(Ordering::Relaxed)).next()
 }
 
-/// The program copies so many bytes.
+/// The program makes these copies in one call.
 #[inline]
 pub(crate) fn transfer(
     stream: CUstream,
     own: bool,
-    (way, bytes): (Way, usize),
+    copies: impl Iterator<Item = Copied> + Clone,
     call: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let Some(page) = page().filter(|_| !gate::is_nested()) else {
         return call();
     };
-    let bytes = bytes as u64;
-    if LIMITED.load(Ordering::Relaxed) != 0
-        && let Some(direction) = way.direction(bytes)
-        && let Some(slot) = slot_of(stream, own)
-    {
-        wait(slot, direction, bytes);
+    if LIMITED.load(Ordering::Relaxed) != 0 {
+        let sums = sums(copies.clone(), &mut FEW.get());
+        each(stream, own, sums, wait);
     }
     let result = call();
     // Only now is memory that was away surely there, and known to the driver.
-    if result == SUCCESS
-        && let Some(direction) = way.direction(bytes)
-        && let Some(counters) = slot_of(stream, own).and_then(|slot| page.slot(slot))
-    {
-        counters.count_copy(direction, bytes);
+    if result == SUCCESS {
+        let mut few = FEW.get();
+        let sums = sums(copies, &mut few);
+        FEW.set(few);
+        each(stream, own, sums, |slot, direction, bytes| {
+            if let Some(counters) = page.slot(slot) {
+                counters.count_copy(direction, bytes);
+            }
+        });
     }
     result
+}
+
+/// Calls `act` with the stream's group and what is copied in each direction.
+#[inline]
+fn each(stream: CUstream, own: bool, sums: [u64; 2], act: impl Fn(u32, Direction, u64)) {
+    if sums != [0; 2]
+        && let Some(slot) = slot_of(stream, own)
+    {
+        for direction in [Direction::ToDevice, Direction::ToHost] {
+            match sums[direction as usize] {
+                0 => {}
+                bytes => act(slot, direction, bytes),
+            }
+        }
+    }
 }
 
 /// One side of a copy between planes or volumes, behind its `N` offsets and before its `M` extents.
@@ -238,14 +298,61 @@ const _: () = assert!(size_of::<Plane>() == 128 && size_of::<Volume>() == 200);
 
 impl<const N: usize, const M: usize, const D: usize> Shape<N, M, D> {
     /// What it copies.
-    pub(crate) fn copied(&self) -> (Way, usize) {
-        let bytes = self.size.iter().product::<u64>() as usize;
+    pub(crate) fn copied(&self) -> Copied {
         let way = match (self.to.is_device(), self.from.is_device()) {
             (Some(true), Some(false)) => Way::Known(Direction::ToDevice),
             (Some(false), Some(true)) => Way::Known(Direction::ToHost),
             _ => Way::Between(self.to.device, self.from.device),
         };
-        (way, bytes)
+        (way, volume(&self.size))
+    }
+}
+
+fn volume(size: &[u64]) -> u64 {
+    size.iter().copied().fold(1, u64::saturating_mul)
+}
+
+/// `CUmemcpy3DOperand`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Operand {
+    kind: u32,
+    address: CUdeviceptr,
+    rest: [u64; 3],
+}
+
+/// `CUDA_MEMCPY3D_BATCH_OP`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Operation {
+    from: Operand,
+    to: Operand,
+    size: [u64; 3],
+    flags: [u32; 2],
+}
+
+const _: () = assert!(size_of::<Operation>() == 112);
+
+impl Operation {
+    /// What it copies. With an array on a side that is not known: its elements have any size.
+    pub(crate) fn copied(&self) -> Option<Copied> {
+        /// `CU_MEMCPY_OPERAND_TYPE_POINTER`
+        const POINTER: u32 = 1;
+        let both = [self.to, self.from].map(|it| it.kind);
+        let way = Way::Between(self.to.address, self.from.address);
+        (both == [POINTER; 2]).then(|| (way, volume(&self.size)))
+    }
+}
+
+/// What a call has so many of.
+///
+/// # Safety
+/// They must be the program's, for as long as the call that it makes.
+pub(crate) unsafe fn all<'a, T>(first: *const T, count: usize) -> &'a [T] {
+    match first.is_null() || count == 0 {
+        true => &[],
+        // SAFETY: the caller's.
+        false => unsafe { std::slice::from_raw_parts(first, count) },
     }
 }
 
@@ -276,7 +383,7 @@ mod tests {
 
     #[test]
     fn bucket_keeps_its_rate_with_copies_of_any_size() {
-        for bytes in [SMALL + 1, 1 << 20, 64 << 20] {
+        for bytes in [4 << 10, SMALL, SMALL + 1, 1 << 20, 64 << 20] {
             let start = Instant::now();
             let (mut now, mut copied) = (start, 0);
             let mut bucket = Bucket::new(RATE as f64, start);
