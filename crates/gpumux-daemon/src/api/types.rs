@@ -584,11 +584,12 @@ pub struct Tenant {
 }
 
 impl Device {
-    /// What people call the one of these devices: its number, as `nvidia-smi` and `--gpu` have it, and behind it that of a MIG instance.
+    /// What people call the one of these devices: its number, if NVML tells, as `nvidia-smi` and `--gpu` have it, and behind it that of a
+    /// MIG instance.
     pub fn number(uuid: &str, devices: &[Self]) -> Option<String> {
-        let at = devices.iter().position(|device| device.uuid == uuid)?;
-        let gpu = devices[at].index.map_or(at, |index| index as usize);
-        Some(match devices[at].hardware.mig {
+        let device = devices.iter().find(|device| device.uuid == uuid)?;
+        let gpu = device.index?;
+        Some(match device.hardware.mig {
             Some(mig) => format!("{gpu}:{}", mig.gpu_instance),
             None => gpu.to_string(),
         })
