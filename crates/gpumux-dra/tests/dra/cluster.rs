@@ -211,7 +211,7 @@ async fn container_that_names_a_prioritized_request_gets_its_device() {
 
 /// B5: the API server refuses the status of claims whose parameters another client wrote.
 #[tokio::test(flavor = "multi_thread")]
-async fn status_that_the_server_refuses_is_written_otherwise_or_reported() {
+async fn status_that_the_server_refuses_is_reduced_or_reported() {
     let mut node = Node::new().await;
     let (driver, kubelet) = node.start().await;
     for (name, stored) in [
@@ -319,7 +319,7 @@ fn rights() -> BTreeSet<String> {
 async fn driver_uses_each_of_its_rights_and_no_other() {
     let mut node = Node::new().await;
     let (driver, kubelet) = node.start().await;
-    let claim = node.claim("c", "gpumux-preemptible", json!({}), None);
+    let claim = node.preemptible("c");
     kubelet.prepare_one(&claim).await.unwrap();
     let resize = Some(r#"{"weight": 2}"#);
     node.api.annotate("team", "c", "gpumux.dev/share", resize);

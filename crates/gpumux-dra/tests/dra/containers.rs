@@ -314,19 +314,14 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     );
 
     let claims = [
-        node.claim(
-            "first",
-            "gpumux-guaranteed",
-            json!({"compute": "500"}),
-            None,
-        ),
+        node.half("first"),
         node.claim(
             "second",
             "gpumux-guaranteed",
             json!({"compute": "300"}),
             None,
         ),
-        node.claim("batch", "gpumux-preemptible", json!({}), None),
+        node.preemptible("batch"),
     ];
     let cdi_dir = machine.dir().join("cdi");
     let runtime = match cri::find() {

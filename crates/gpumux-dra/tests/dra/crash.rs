@@ -159,12 +159,7 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
     let mut node = Node::new().await;
     let first = Driver::start(&node, "pod-a", None);
     node.api.until_published().await;
-    let neighbour = node.claim(
-        "neighbour",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
-    );
+    let neighbour = node.half("neighbour");
     first
         .kubelet(&node)
         .await

@@ -191,12 +191,7 @@ async fn instances_of_others_are_offered_as_they_are_and_stay() {
     let own = claim(&mut node, "own", "2g.20gb");
     kubelet.prepare_one(&own).await.unwrap();
     // A share of theirs works as before.
-    let share = node.claim(
-        "share",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
-    );
+    let share = node.half("share");
     kubelet.prepare_one(&share).await.unwrap();
     for claim in [&own, &share] {
         kubelet.unprepare_one(claim).await.unwrap();

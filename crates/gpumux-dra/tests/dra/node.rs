@@ -26,7 +26,7 @@ fn cdi_env(path: &Path) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_guarantees_and_a_preemptible_share_one_gpu_from_registration_to_the_end() {
+async fn two_guarantees_and_a_preemptible_claim_share_one_gpu() {
     let mut node = Node::new().await;
     let (driver, kubelet) = node.start().await;
     assert_eq!(
@@ -50,7 +50,7 @@ async fn two_guarantees_and_a_preemptible_share_one_gpu_from_registration_to_the
         json!({"compute": "295"}),
         Some(json!({"burst": 100})),
     );
-    let batch = node.claim("batch", "gpumux-preemptible", json!({}), None);
+    let batch = node.preemptible("batch");
     let claims = [first.clone(), second.clone(), batch.clone()];
     let prepared = kubelet.prepare(&claims).await.unwrap();
     for claim in &claims {
@@ -318,7 +318,7 @@ async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
     );
     errors.push((below, "limit 100 is out of range: use 300 to 1000"));
 
-    let foreign = node.claim("foreign", "gpumux-preemptible", json!({}), None);
+    let foreign = node.preemptible("foreign");
     let mut claim = node.api.claim("team", "foreign").unwrap();
     claim["status"]["allocation"]["devices"]["results"][0]["driver"] = json!("gpu.example.com");
     node.api.put_claim("team", "foreign", claim);
@@ -327,11 +327,11 @@ async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
         "claim team/foreign has no device of driver gpumux.dev",
     ));
 
-    let vanished = node.claim("vanished", "gpumux-preemptible", json!({}), None);
+    let vanished = node.preemptible("vanished");
     node.api.delete_claim("team", "vanished");
     errors.push((vanished, "claim team/vanished does not exist"));
 
-    let anew = node.claim("anew", "gpumux-preemptible", json!({}), None);
+    let anew = node.preemptible("anew");
     errors.push((
         v1::Claim {
             uid: "00000000-dead".into(),

@@ -15,7 +15,7 @@ use crate::support::{
 const CLAIMS: usize = 200;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn full_node_asks_the_api_server_for_little_and_idle_for_nothing() {
+async fn full_node_asks_the_api_server_little_and_idle_nothing() {
     let mut node = Node::new().await;
     let mut config = node.config();
     config.inventory = Inventory::Fixed((0..8).map(device).collect());

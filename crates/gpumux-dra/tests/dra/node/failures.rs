@@ -6,12 +6,7 @@ use super::*;
 async fn without_the_api_server_claims_can_still_go() {
     let mut node = Node::new().await;
     let (driver, kubelet) = node.start().await;
-    let claim = node.claim(
-        "first",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
-    );
+    let claim = node.half("first");
     kubelet.prepare_one(&claim).await.unwrap();
     driver.stop().await;
     // No process listens there.
@@ -140,12 +135,7 @@ async fn a_rolling_update_hands_everything_over() {
     let old = start(old, node.api.client.clone()).await.unwrap();
     let kubelet = Kubelet::register_socket(&sockets[0]).await;
     node.api.until_published().await;
-    let claim = node.claim(
-        "first",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
-    );
+    let claim = node.half("first");
     kubelet.prepare_one(&claim).await.unwrap();
     let generation = node.api.slices()[0].spec.pool.generation;
     let mut new = start(new, node.api.client.clone()).await.unwrap();
@@ -199,12 +189,7 @@ async fn second_instance_of_a_name_reports_the_first() {
 async fn a_damaged_record_is_made_anew_or_cleaned_up() {
     let mut node = Node::new().await;
     let (driver, kubelet) = node.start().await;
-    let claim = node.claim(
-        "first",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
-    );
+    let claim = node.half("first");
     let log = node.path("plugins/gpumux.dev/claims/claims.log");
     let damage = || {
         let mut bytes = std::fs::read(&log).unwrap();
@@ -236,12 +221,7 @@ async fn a_damaged_record_is_made_anew_or_cleaned_up() {
 async fn tenants_that_the_daemon_lost_come_back_with_their_secret() {
     let mut node = Node::new().await;
     let (driver, kubelet) = node.start().await;
-    let claim = node.claim(
-        "first",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
-    );
+    let claim = node.half("first");
     kubelet.prepare_one(&claim).await.unwrap();
     let tenant = node.tenant(&claim).await.unwrap();
     node.daemon.delete(&tenant.name).await.unwrap();

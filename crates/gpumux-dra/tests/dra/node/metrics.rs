@@ -36,12 +36,7 @@ impl pod_resources::pod_resources_lister_server::PodResourcesLister for Lister {
 async fn a_scrape_names_pods_and_containers() {
     let mut node = Node::new().await;
     let (driver, kubelet) = node.start().await;
-    let claim = node.claim(
-        "first",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
-    );
+    let claim = node.half("first");
     kubelet.prepare_one(&claim).await.unwrap();
     let pod_resources = node.path("pod-resources.sock");
     let listener = tokio::net::UnixListener::bind(&pod_resources).unwrap();

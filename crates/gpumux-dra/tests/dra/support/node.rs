@@ -121,6 +121,17 @@ impl Node {
         (driver, kubelet)
     }
 
+    /// A claim of half a GPU.
+    pub fn half(&mut self, name: &str) -> v1::Claim {
+        let half = json!({"compute": "500"});
+        self.claim(name, "gpumux-guaranteed", half, None)
+    }
+
+    /// A claim without a guarantee.
+    pub fn preemptible(&mut self, name: &str) -> v1::Claim {
+        self.claim(name, "gpumux-preemptible", json!({}), None)
+    }
+
     /// Makes a claim and has it allocated for a pod of the same name.
     pub fn claim(
         &mut self,
