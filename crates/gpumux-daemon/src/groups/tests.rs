@@ -279,6 +279,7 @@ async fn hung_server_is_reported_and_ended() {
     groups.report_to(tell, tokio::sync::mpsc::unbounded_channel().0);
     let _membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let first = only(&groups).process().unwrap();
+    only(&groups).state().serving.insert(7);
     node.write("get_client_list.hang", "");
     let failure = tokio::time::timeout(Duration::from_secs(60), told.recv()).await;
     assert!(
