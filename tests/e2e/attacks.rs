@@ -240,7 +240,7 @@ fn requests_with_odd_numbers_names_and_nesting_are_refused() {
 }
 
 #[test]
-fn program_with_control_characters_in_its_name_commands_no_terminal() {
+fn control_characters_in_a_name_command_no_terminal() {
     let (node, old) = with_old_tenant();
     // Its first argument is what the kernel shows, and what the tenant is named after.
     let mut run = node.gpumux(["run", "--class", "batch", "--"]);

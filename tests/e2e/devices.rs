@@ -1,21 +1,9 @@
 //! Which devices a tenant may use, and what is admitted and seen there.
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, devices, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, Run, binary, wait_for};
 use serde_json::Value;
 
 use crate::TICKS;
-
-/// A node with two devices; none where the machine has fewer.
-fn two_devices() -> Option<Node> {
-    if devices() < 2 {
-        eprintln!("SKIPPED: it needs two devices");
-        return None;
-    }
-    Some(Node::with(Options {
-        devices: 2,
-        ..Options::default()
-    }))
-}
 
 fn listing(node: &Node) -> Value {
     let listed = node.gpumux(["ps", "--json"]).run().ok();
@@ -24,7 +12,9 @@ fn listing(node: &Node) -> Value {
 
 #[test]
 fn guarantee_is_booked_on_the_devices_that_are_named() {
-    let Some(node) = two_devices() else { return };
+    let Some(node) = Node::with_two_devices() else {
+        return;
+    };
     let start = |name: &str, options: &str| {
         let options = format!("--name {name} --guaranteed 0.7 {options}");
         Process::start(&mut node.tenant(&options, TICKS))

@@ -87,7 +87,6 @@ def step(want):
 /// A tenant with a pool on a device of 320 MiB, of which it gets 192 at most.
 struct Tenant {
     process: Process,
-    lines: usize,
 }
 
 impl Tenant {
@@ -95,14 +94,13 @@ impl Tenant {
         let program = python(node, COMMON)?;
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../python");
         let process = Process::start(&mut node.tenant(options, &format!("{program} {folder}")));
-        let mut tenant = Self { process, lines: 0 };
+        let mut tenant = Self { process };
         tenant.wait();
         Some(tenant)
     }
 
     fn wait(&mut self) {
-        self.lines += 1;
-        self.process.wait_lines(self.lines);
+        self.process.next_line();
     }
 
     fn send(&mut self, line: &str) {
@@ -200,7 +198,7 @@ fn borrower_that_holds_python_s_lock_gives_free_pages() {
     owner.runs("pages = get(190); verify(pages)");
     assert_eq!(
         borrower.process.lines(),
-        borrower.lines,
+        borrower.process.taken(),
         "it still has the lock"
     );
     assert_eq!(copied(&node, "borrower"), 0);
@@ -233,7 +231,7 @@ fn borrower_that_is_frozen_gives_free_pages() {
 }
 
 #[test]
-fn pages_of_a_killed_borrower_come_when_the_driver_has_freed_them() {
+fn pages_of_a_killed_borrower_come_once_the_driver_freed_them() {
     let late = "release_ms = 3500";
     let Some((node, mut owner, mut borrower)) = two_on(late, "") else {
         return;

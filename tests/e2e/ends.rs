@@ -54,7 +54,7 @@ fn allocation_waits(call: &str) {
 }
 
 #[test]
-fn allocation_waits_until_the_memory_of_an_ended_process_is_freed() {
+fn allocation_waits_until_an_ended_process_is_freed() {
     allocation_waits("allocate");
 }
 

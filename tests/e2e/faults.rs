@@ -268,7 +268,7 @@ fn a_silent_daemon_is_not_waited_for() {
 }
 
 #[test]
-fn a_daemon_that_comes_back_finds_programs_that_started_without_it() {
+fn daemon_finds_programs_that_started_without_it() {
     let mut node = Node::start();
     let mut tenant = node.tenant("--name late --class batch", "sh -c");
     let script = format!(

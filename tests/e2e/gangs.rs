@@ -2,22 +2,10 @@
 
 use std::fs;
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, devices, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, Run, binary, wait_for};
 use serde_json::Value;
 
 use crate::{TICKS, memory::python};
-
-/// A node with two devices; none where the machine has fewer.
-fn two_devices() -> Option<Node> {
-    if devices() < 2 {
-        eprintln!("SKIPPED: it needs two devices");
-        return None;
-    }
-    Some(Node::with(Options {
-        devices: 2,
-        ..Options::default()
-    }))
-}
 
 /// Starts a batch tenant that always has work on these devices, in a process for each.
 fn batch(node: &Node, name: &str, devices: &[usize]) -> Process {
@@ -84,7 +72,9 @@ fn share(node: &Node, name: &str) -> Vec<f64> {
 
 #[test]
 fn a_tenant_on_two_devices_has_a_domain_on_each() {
-    let Some(node) = two_devices() else { return };
+    let Some(node) = Node::with_two_devices() else {
+        return;
+    };
     let _wide = batch(&node, "wide", &[0, 1]);
     let found = node.wait_tenant("wide", |tenant| {
         tenant["domains"].as_array().map(Vec::len) == Some(2)
@@ -109,7 +99,9 @@ fn a_tenant_on_two_devices_has_a_domain_on_each() {
 
 #[test]
 fn gangs_take_turns_as_a_whole() {
-    let Some(node) = two_devices() else { return };
+    let Some(node) = Node::with_two_devices() else {
+        return;
+    };
     let _gangs = ["one", "two"].map(|name| batch(&node, name, &[0, 1]));
     for name in ["one", "two"] {
         wait_together(&node, name);
@@ -122,7 +114,9 @@ fn gangs_take_turns_as_a_whole() {
 
 #[test]
 fn a_gang_and_its_neighbours_on_single_devices_share() {
-    let Some(node) = two_devices() else { return };
+    let Some(node) = Node::with_two_devices() else {
+        return;
+    };
     let gang = batch(&node, "gang", &[0, 1]);
     let _singles = [("left", 0), ("right", 1)].map(|(name, device)| batch(&node, name, &[device]));
     wait_together(&node, "gang");

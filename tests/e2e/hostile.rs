@@ -251,7 +251,7 @@ fn ten_thousand_connections_are_survived() {
 }
 
 #[test]
-fn connections_that_are_held_open_and_silent_do_not_lock_others_out() {
+fn silent_open_connections_do_not_lock_others_out() {
     let (node, old) = with_old_tenant();
     let connect = |_| socket::connect(&node.session_socket(), SocketFlags::NONBLOCK).ok();
     let held: Vec<_> = (0..400).filter_map(connect).collect();

@@ -265,9 +265,8 @@ say("done")
     assert_eq!(ended.out, "done\n");
 }
 
-#[test]
-fn memory_of_a_killed_exporter_is_its_opener_s() {
-    const OPENER: &str = r#"
+/// Opens memory of a process that it kills then, reads it, and goes on as the lines behind this do.
+const KILLS_EXPORTER: &str = r#"
 if len(sys.argv) > 1:
     at = alloc(40 * MIB)
     write(at + 39 * MIB, 5)
@@ -285,12 +284,13 @@ it.process.wait()
 say("killed")
 hear()
 assert read(at + 39 * MIB) == 5
-close_memory(at)
-say("closed")
-hear()
 "#;
+const CLOSES: &str = "close_memory(at)\nsay('closed')\nhear()\n";
+
+#[test]
+fn memory_of_a_killed_exporter_is_its_opener_s() {
     let node = Node::start();
-    let Some(mut opener) = start(&node, "opener", OPENER) else {
+    let Some(mut opener) = start(&node, "opener", &[KILLS_EXPORTER, CLOSES].concat()) else {
         return;
     };
     opener.wait_lines(1);

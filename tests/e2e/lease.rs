@@ -58,7 +58,7 @@ fn expiries(node: &Node) -> u64 {
 }
 
 #[test]
-fn stopped_daemon_leaves_a_sleeping_tenant_frozen_until_its_memory_is_back() {
+fn sleeping_tenant_of_a_stopped_daemon_runs_once_memory_is_back() {
     // It makes no call while it waits: however fast the device is, it stays asleep.
     const PROGRAM: &str = r#"
 use_device()

@@ -247,7 +247,7 @@ fn settings_disk_that_hangs_stops_no_answer() {
 
 /// The first process that names a device is no authority on it.
 #[test]
-fn device_size_that_a_process_claims_limits_no_other_without_nvml() {
+fn claimed_device_size_limits_no_other_without_nvml() {
     let Some(mut node) = without_daemon() else {
         return;
     };

@@ -67,7 +67,6 @@ fn program(node: &Node, mib: u32) -> Option<String> {
 /// A tenant whose next move to the host takes until it is let go on.
 struct Mover {
     process: Process,
-    lines: usize,
     /// It is there while the move is held up.
     file: PathBuf,
     sleep: Option<Process>,
@@ -91,7 +90,6 @@ impl Mover {
             .env("GPUMUX_EMU_DELAY_FILE", &file);
         let mut mover = Self {
             process: Process::start(&mut tenant),
-            lines: 0,
             file,
             sleep: None,
         };
@@ -102,10 +100,7 @@ impl Mover {
 
     #[track_caller]
     fn wait(&mut self, answer: &str) {
-        self.lines += 1;
-        self.process.wait_lines(self.lines);
-        let out = self.process.out();
-        assert_eq!(out.lines().nth(self.lines - 1), Some(answer));
+        assert_eq!(self.process.next_line(), answer);
     }
 
     #[track_caller]

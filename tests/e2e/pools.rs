@@ -1,6 +1,6 @@
 //! Pools of stream-ordered memory, accounted as the device has them.
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, devices, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, Run, wait_for};
 use serde_json::Value;
 
 use crate::memory::python;
@@ -123,14 +123,10 @@ call("cuMemAllocFromPoolAsync", ctypes.byref(at), ctypes.c_size_t(40 << 20), poo
 print(f"GPU-{uuid.UUID(bytes=bytes(name))}", flush=True)
 sys.stdin.read()
 "#;
-    if devices() < 2 {
-        return eprintln!("SKIPPED: one device");
-    }
     for kind in ["made", "default"] {
-        let node = Node::with(Options {
-            devices: 2,
-            ..Options::default()
-        });
+        let Some(node) = Node::with_two_devices() else {
+            return;
+        };
         let Some(command) = python(&node, PROGRAM) else {
             return;
         };

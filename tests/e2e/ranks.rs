@@ -1,6 +1,6 @@
 //! Jobs with more ranks than devices, and what NCCL reports of collectives.
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, devices, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, Run, wait_for};
 
 use crate::memory::python;
 
@@ -22,13 +22,9 @@ sys.stdin.read()
 
 #[test]
 fn each_rank_has_a_device_and_a_part_of_its_sms_and_memory() {
-    if devices() < 2 {
-        return eprintln!("SKIPPED: it needs two devices");
-    }
-    let node = Node::with(Options {
-        devices: 2,
-        ..Options::default()
-    });
+    let Some(node) = Node::with_two_devices() else {
+        return;
+    };
     let Some(program) = python(&node, RANK) else {
         return;
     };

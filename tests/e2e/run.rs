@@ -452,7 +452,7 @@ fn tenants_end_with_their_last_process() {
 }
 
 #[test]
-fn a_percentage_of_the_callers_shell_does_not_reach_members_of_groups() {
+fn shells_sm_percentage_does_not_reach_group_members() {
     let node = Node::start();
     let variable = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
     for (options, said) in [("--trust team", "\n"), ("", "10\n")] {

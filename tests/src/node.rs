@@ -68,6 +68,19 @@ impl Node {
         })
     }
 
+    /// A node with two devices; none where the machine has fewer.
+    #[track_caller]
+    pub fn with_two_devices() -> Option<Self> {
+        if crate::devices() < 2 {
+            eprintln!("SKIPPED: it needs two devices");
+            return None;
+        }
+        Some(Self::with(Options {
+            devices: 2,
+            ..Options::default()
+        }))
+    }
+
     /// A node as `options` say.
     #[track_caller]
     pub fn with(options: Options) -> Self {

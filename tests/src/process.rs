@@ -58,6 +58,8 @@ pub struct Process {
     out: Stream,
     err: Stream,
     ended: Option<ExitStatus>,
+    /// Lines of output that were taken.
+    taken: usize,
 }
 
 impl Process {
@@ -79,6 +81,7 @@ impl Process {
             out,
             err,
             ended: None,
+            taken: 0,
         }
     }
 
@@ -121,6 +124,20 @@ impl Process {
     /// Standard error so far.
     pub fn err(&self) -> String {
         self.err.text()
+    }
+
+    /// Waits for the next line of its output.
+    #[track_caller]
+    pub fn next_line(&mut self) -> String {
+        self.wait_lines(self.taken + 1);
+        self.taken += 1;
+        let out = self.out();
+        out.lines().nth(self.taken - 1).unwrap_or_default().into()
+    }
+
+    /// How many lines of its output were taken.
+    pub const fn taken(&self) -> usize {
+        self.taken
     }
 
     /// Waits until it has written `count` lines of output.

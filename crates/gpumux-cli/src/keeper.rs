@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn name_is_free_again_when_its_process_ends_before_it_keeps_anything() {
+    fn name_is_free_when_its_process_ends_with_nothing_kept() {
         let mut store = store();
         let first = store.join().unwrap();
         assert_eq!(find(&mut store, first, "a"), (Answer::Done, None));
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_processes_are_bounded_and_nothing_is_found_after_the_end() {
+    fn names_and_processes_are_bounded_and_end_with_the_keeper() {
         let mut store = store();
         let number = store.join().unwrap();
         for name in ["", &"a".repeat(LONGEST_NAME + 1)] {

@@ -554,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn daemon_that_has_just_begun_waits_for_exporters_of_the_one_before() {
+    fn new_daemon_waits_for_exporters_of_the_one_before() {
         let early = Micros::from_secs(1);
         let mut exports = Exports::default();
         exports.join(2, TENANT, 102);

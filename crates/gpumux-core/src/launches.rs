@@ -559,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_for_single_numbers_between_long_requests_change_nothing() {
+    fn single_waits_between_long_requests_change_nothing() {
         let mut program = Program::default();
         for _ in 0..100 {
             program.run(1, EAGER, true);

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn controls_wait_for_work_that_is_expected_before_they_are_pulled() {
+    fn controls_wait_for_expected_work() {
         let mut now = snapshot(
             &[Class::Latency, Class::Batch],
             vec![domain(1, 0), domain(2, 1)],

@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn environment_that_is_not_there_yet_is_not_taken_for_an_empty_one() {
+    fn environment_that_is_not_there_yet_is_not_empty() {
         let variable = |command: &mut Command, name| {
             // This returns when the new program's memory is there, a moment before its environment is.
             let mut child = command.spawn().unwrap();

@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn the_escaped_path_becomes_localhost_in_every_request_of_a_connection() {
+    fn escaped_path_becomes_localhost_in_every_request() {
         let (mut encoder, mut rewriter, mut out) =
             (Encoder::new(), Rewriter::default(), Vec::new());
         let path = "%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2Fgpumux.dev-reg.sock";

@@ -151,7 +151,7 @@ fn architectures_begin_where_their_chips_do() {
 }
 
 #[test]
-fn channels_of_newer_drivers_are_read_where_they_have_their_engine() {
+fn channels_of_newer_drivers_are_read_at_their_engine() {
     assert_eq!(Variant::of("580.159.04"), Variant::To595);
     assert_eq!(Variant::of("610.43.02\n"), Variant::From610);
     assert_eq!(Variant::of("620.6.0"), Variant::From610);

@@ -221,7 +221,7 @@ fn library_without_a_lease_stays_with_a_daemon_of_revision_0() {
 }
 
 #[test]
-fn without_a_daemon_everything_is_given_back_and_told_to_the_next() {
+fn lost_daemons_settings_are_undone_and_reported_to_the_next() {
     for bye in [false, true] {
         let place = Place::new();
         let mut listener = Some(place.listen());

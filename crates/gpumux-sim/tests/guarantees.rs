@@ -136,7 +136,7 @@ fn utilities(members: &[(u32, u32)]) -> (f64, f64) {
 }
 
 #[test]
-fn one_that_saturates_and_one_that_scales_gain_a_tenth_by_utility() {
+fn saturated_and_scaling_program_gain_a_tenth_by_utility() {
     for members in [[(24, 1000), (132, 4000)], [(16, 500), (132, 2000)]] {
         let (equal, utility) = utilities(&members);
         assert!(
@@ -151,7 +151,7 @@ proptest! {
 
     /// Steps are eight SMs, and kernels are not always side by side.
     #[test]
-    fn by_utility_no_group_loses_more_than_two_percent_against_equal_parts(
+    fn utility_loses_at_most_two_percent_against_equal_parts(
         members in prop::collection::vec((8..=132_u32, 300..6000_u32), 2..4),
     ) {
         let (equal, utility) = utilities(&members);

@@ -373,7 +373,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_short_kernel_that_waited_for_others_does_not_make_the_work_endless() {
+    fn short_kernel_that_waited_does_not_make_work_endless() {
         assert_eq!(per_iteration(1010.0, 4010.0, 1000), 1.0);
         assert_eq!(per_iteration(5000.0, 4000.0, 1000), 0.5);
     }

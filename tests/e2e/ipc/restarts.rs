@@ -1,9 +1,9 @@
 //! Shared memory over restarts and pauses of the daemon.
 
-use gpumux_tests::{Node, Options, PATIENCE, devices, real, wait_for};
+use gpumux_tests::{Node, PATIENCE, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{MIB, bytes, sleep, start, wait_pinned};
+use super::{CLOSES, KILLS_EXPORTER, MIB, bytes, sleep, start, wait_pinned};
 use crate::memory::free;
 
 /// A parent exports 10 MiB, which two children open. It does what it reads: with the memory, or to a child.
@@ -45,26 +45,22 @@ for line in sys.stdin:
         say(*children[int(n)].hear())
 "#;
 
-/// The lines that the family has written, and the next order.
+/// The family, which takes orders.
 struct Family {
     process: gpumux_tests::Process,
-    lines: usize,
 }
 
 impl Family {
     fn start(node: &Node) -> Option<Self> {
         let process = start(node, "family", FAMILY)?;
-        let mut family = Self { process, lines: 0 };
+        let mut family = Self { process };
         family.wait("open");
         Some(family)
     }
 
     #[track_caller]
     fn wait(&mut self, answer: &str) {
-        self.lines += 1;
-        self.process.wait_lines(self.lines);
-        let out = self.process.out();
-        assert_eq!(out.lines().nth(self.lines - 1), Some(answer));
+        assert_eq!(self.process.next_line(), answer);
     }
 
     #[track_caller]
@@ -198,14 +194,9 @@ assert read(at) == 2
 say("closed")
 hear()
 "#;
-    if real() && devices() < 2 {
-        eprintln!("SKIPPED: it needs two devices");
+    let Some(node) = Node::with_two_devices() else {
         return;
-    }
-    let node = Node::with(Options {
-        devices: 2,
-        ..Options::default()
-    });
+    };
     let Some(mut program) = start(&node, "family", PROGRAM) else {
         return;
     };
@@ -263,33 +254,11 @@ sys.exit(child.wait())
 /// What is open of it stays readable, is accounted to no tenant, and comes free with the opener.
 #[test]
 fn memory_of_an_exporter_that_ends_without_a_daemon_stays_open() {
-    const PROGRAM: &str = r#"
-if len(sys.argv) > 1:
-    at = alloc(40 * MIB)
-    write(at + 39 * MIB, 5)
-    call("cuCtxSynchronize")
-    say(export(at))
-    hear()
-    sys.exit("it was to be killed")
-alloc(MIB)
-it = Child("exporter")
-at = open_memory(it.hear()[0])
-say("open")
-hear()
-it.process.kill()
-it.process.wait()
-say("killed")
-hear()
-assert read(at + 39 * MIB) == 5
-write(at + 39 * MIB, 6)
-assert read(at + 39 * MIB) == 6
-close_memory(at)
-say("closed")
-hear()
-"#;
+    const WRITES: &str = "write(at + 39 * MIB, 6)\nassert read(at + 39 * MIB) == 6\n";
+    let program = [KILLS_EXPORTER, WRITES, CLOSES].concat();
     let mut node = Node::start();
     let before = free(&node);
-    let Some(mut opener) = start(&node, "opener", PROGRAM) else {
+    let Some(mut opener) = start(&node, "opener", &program) else {
         return;
     };
     opener.wait_lines(1);

@@ -109,7 +109,7 @@ fn oom_kill_of_a_foreground_program_is_printed_at_a_terminal() {
 }
 
 #[test]
-fn memory_limit_of_a_foreground_program_is_printed_at_a_terminal() {
+fn foreground_programs_memory_limit_is_printed_at_a_terminal() {
     let node = Node::start();
     let program = "gpumux workload idle --memory 600MiB --seconds 0.1";
     let (status, printed) =

@@ -86,7 +86,7 @@ fn mapped(pid: u64, folder: &Path) -> Option<Vec<u8>> {
 }
 
 #[test]
-fn moved_memory_is_where_the_configuration_says_and_zero_after_use() {
+fn moved_memory_is_at_its_location_and_zero_after_use() {
     let Ok(folder) = tempfile::Builder::new().tempdir_in("/dev/shm") else {
         eprintln!("SKIPPED: there is no /dev/shm");
         return;

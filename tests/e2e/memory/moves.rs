@@ -36,112 +36,6 @@ fn client_that_asked_for_a_move_may_go_away_in_its_middle() {
     verified(&worker.finish_within(PATIENCE * 3));
 }
 
-#[test]
-fn random_programs_keep_every_byte_whenever_they_are_moved() {
-    let node = Node::start();
-    let mut programs: Vec<(String, Process)> = (0..3)
-        .map(|seed| {
-            let name = format!("p{seed}");
-            let program = program(seed, "24MiB", 300);
-            let process = Process::start(&mut node.tenant(&format!("--name {name}"), &program));
-            (name, process)
-        })
-        .collect();
-    let started = Instant::now();
-    let mut moves = 0;
-    while programs
-        .iter_mut()
-        .any(|(_, process)| process.poll().is_none())
-    {
-        for (name, _) in &programs {
-            // They wake by themselves, with their next call.
-            moves += u32::from(moves < MOVES && sleeps(&node, name));
-        }
-        std::thread::sleep(Duration::from_millis(1));
-        assert!(started.elapsed() < PATIENCE * 6, "they do not end");
-    }
-    assert!(moves >= 1, "nobody was ever moved");
-    for (_, process) in programs {
-        verified(&process.finish());
-    }
-}
-
-/// A program of numbers (`gpumux workload memory --script`), which can be made shorter: each line is a step.
-fn scripts() -> impl Strategy<Value = Vec<[u64; 6]>> {
-    // Which buffer, what to do, and with which numbers.
-    let step = (0..24u64, 0..12u64, any::<[u32; 4]>())
-        .prop_map(|(at, what, [a, b, c, d])| [at, what, a.into(), b.into(), c.into(), d.into()]);
-    proptest::collection::vec(step, 1..60)
-}
-
-/// Runs a program of numbers, which is moved whenever it pauses. How often it was.
-fn run_script(node: &Node, steps: &[[u64; 6]]) -> Result<u32, TestCaseError> {
-    let lines = steps
-        .iter()
-        .map(|step| step.map(|it| it.to_string()).join(" ") + "\n");
-    let path = node.dir().join("script");
-    std::fs::write(&path, lines.collect::<String>()).expect("room");
-    let text = format!(
-        "gpumux workload memory --json --memory 32MiB --mapped --script {}",
-        path.display()
-    );
-    let mut program = Process::start(&mut node.tenant("--name script", &text));
-    let (mut pauses, mut moves) = (0, 0);
-    let started = Instant::now();
-    while program.poll().is_none() {
-        prop_assert!(started.elapsed() < PATIENCE * 2, "it does not end");
-        if program.lines() > pauses && !program.out().contains('{') {
-            pauses += 1;
-            moves += u32::from(sleeps(node, "script"));
-            program.write("\n");
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    let finished = program.finish();
-    let (out, err) = (&finished.out, &finished.err);
-    let report = out
-        .find('{')
-        .and_then(|at| serde_json::from_str(&out[at..]).ok());
-    let report: Value = report.unwrap_or_default();
-    prop_assert!(finished.status.success(), "{out}{err}");
-    prop_assert_eq!(&report["mismatches"], 0, "{:#}", report);
-    prop_assert_eq!(&report["sum_matches"], true, "{:#}", report);
-    wait_for("its end", PATIENCE, || {
-        node.find_tenant("script").is_none().then_some(())
-    });
-    Ok(moves)
-}
-
-/// `PROPTEST_CASES=500` tries more programs; one that goes wrong is made as short as can be.
-#[test]
-fn whatever_a_program_does_between_moves_keeps_every_byte() {
-    let node = Node::start();
-    let cases = std::env::var("PROPTEST_CASES").ok();
-    let mut runner = TestRunner::new(Config {
-        cases: cases.map_or(6, |text| text.parse().expect("a number of cases")),
-        max_shrink_iters: 200,
-        failure_persistence: None,
-        ..Config::default()
-    });
-    let moves = Cell::new(0);
-    let run = runner.run(&scripts(), |steps| {
-        moves.set(moves.get() + run_script(&node, &steps)?);
-        Ok(())
-    });
-    if let Err(error) = run {
-        panic!("{error}");
-    }
-    // A fixed one, so that it is known that some are moved: memory of both kinds, work on it, a pause, a look.
-    let moved = [
-        [0, 0, 2, 999_999, 1, 7],
-        [0, 0, 1, 200_000, 0, 9],
-        [0, 8, 3, 0, 0, 0],
-        [0, 11, 0, 0, 0, 0],
-        [0, 4, 0, 0, 0, 0],
-    ];
-    assert_eq!(run_script(&node, &moved).expect("every byte"), 1);
-}
-
 /// What PyTorch's expandable segments do: addresses reserved and physical memory mapped by the program itself.
 #[test]
 fn memory_that_a_program_maps_itself_moves_too() {
@@ -472,13 +366,9 @@ for number, line in enumerate(sys.stdin, 1):
 
 #[test]
 fn memory_reached_by_peer_access_moves_and_is_reached_again() {
-    if gpumux_tests::devices() < 2 {
-        return eprintln!("SKIPPED: one device");
-    }
-    let node = Node::with(Options {
-        devices: 2,
-        ..Options::default()
-    });
+    let Some(node) = Node::with_two_devices() else {
+        return;
+    };
     let Some(command) = python(&node, PEERS) else {
         return;
     };

@@ -37,24 +37,21 @@ for line in sys.stdin:
 "#;
 
 /// A program that answers with the capacity that it was shown by every call.
-struct Asker(Process, usize);
+struct Asker(Process);
 
 impl Asker {
     fn start(node: &Node, name: &str) -> Option<Self> {
         let command = python(node, PROGRAM)?;
         let mut process = Process::start(&mut node.tenant(&format!("--name {name}"), &command));
-        process.wait_lines(1);
-        Some(Self(process, 1))
+        process.next_line();
+        Some(Self(process))
     }
 
     /// The capacity: the same by every call, though NVML's own total of a device is more than the driver's.
     #[track_caller]
     fn ask(&mut self, what: &str) -> u64 {
         self.0.write(&format!("{what}\n"));
-        self.1 += 1;
-        self.0.wait_lines(self.1);
-        let out = self.0.out();
-        let line = out.lines().last().unwrap_or_default();
+        let line = self.0.next_line();
         let seen: Vec<u64> = line.split(' ').map(|it| it.parse().unwrap()).collect();
         assert!(seen.iter().all(|it| *it == seen[0]), "{line}");
         seen[0]

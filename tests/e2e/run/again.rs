@@ -21,7 +21,7 @@ fn watched(node: &Node, options: &str, script: &str) -> Process {
 }
 
 #[test]
-fn signals_reach_a_program_that_would_be_run_again_and_it_is_not() {
+fn signalled_program_is_not_run_again() {
     let node = Node::start();
     let script =
         "trap 'echo caught; exit 3' TERM INT HUP; echo ready; while :; do sleep 0.01; done";
@@ -48,7 +48,7 @@ fn signals_reach_a_program_that_would_be_run_again_and_it_is_not() {
 }
 
 #[test]
-fn what_is_ignored_stays_ignored_for_a_program_that_would_be_run_again() {
+fn ignored_signals_stay_ignored_under_run_again() {
     let node = Node::start();
     let script = format!(
         "trap '' HUP; {} run --trust team --restart on-collateral -- sh -c 'kill -HUP $$; echo alive'",
@@ -59,7 +59,7 @@ fn what_is_ignored_stays_ignored_for_a_program_that_would_be_run_again() {
 }
 
 #[test]
-fn a_program_that_would_be_run_again_does_not_outlive_its_watcher() {
+fn program_under_run_again_does_not_outlive_its_supervisor() {
     let node = Node::start();
     let mut process = watched(&node, "", "echo $$; while :; do sleep 0.01; done");
     process.wait_lines(1);

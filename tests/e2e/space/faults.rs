@@ -18,7 +18,7 @@ fn logs(node: &Node) -> String {
 }
 
 #[test]
-fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
+fn fault_ends_only_its_group_and_the_group_comes_back() {
     let node = Node::start();
     let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
     let mut victim = member(&node, "victim", "", TICKS);
@@ -240,7 +240,7 @@ fn member_that_loses_its_server_is_named_although_it_ends() {
 }
 
 #[test]
-fn a_servers_end_and_a_new_daemon_leave_a_group_that_can_be_joined() {
+fn group_can_be_joined_after_its_servers_end_and_a_new_daemon() {
     let mut node = Node::start();
     let mut first = member(&node, "first", "", TICKS);
     first.wait_lines(2);

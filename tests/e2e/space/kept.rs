@@ -43,7 +43,6 @@ const TAKEN: u64 = 130 << 20;
 
 struct Keeping {
     process: Process,
-    lines: usize,
     hold: PathBuf,
 }
 
@@ -54,18 +53,11 @@ impl Keeping {
         let hold = node.dir().join("hold");
         let program = format!("{program} {folder} {}", hold.display());
         let process = member(node, "keeping", options, &program);
-        Some(Self {
-            process,
-            lines: 0,
-            hold,
-        })
+        Some(Self { process, hold })
     }
 
     fn line(&mut self) -> String {
-        self.lines += 1;
-        self.process.wait_lines(self.lines);
-        let out = self.process.out();
-        out.lines().nth(self.lines - 1).unwrap_or_default().into()
+        self.process.next_line()
     }
 
     #[track_caller]

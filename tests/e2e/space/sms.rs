@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
+fn member_starts_with_sms_by_guarantees_limits_and_profiles() {
     let node = Node::start();
     let start = |name: &str, options: &str| {
         let mut command = node.tenant(&format!("{GROUP} --name {name} {options}"), "sh -c");

@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn pauses_grow_and_faults_without_faulting_client_end_patience_until_a_long_run() {
+    fn faults_without_a_known_client_pause_longer_until_a_long_run() {
         let short = Duration::from_secs(1);
         let mut patience = Patience::default();
         let pauses: Vec<_> = (0..8)
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_counts_once_also_within_a_second_and_after_the_daemons_restart() {
+    fn fault_counts_once_within_a_second_and_over_a_daemon_restart() {
         let last = Some((100, 7));
         for (at, number, newer) in [
             (100, 7, false),

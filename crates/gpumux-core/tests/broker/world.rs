@@ -18,6 +18,8 @@ use gpumux_core::{
     ledger::{Holding, Kind, Share},
 };
 
+use orders::holds;
+
 pub(crate) const DEVICE: &str = "GPU-1";
 pub(crate) const GIB: u64 = 1 << 30;
 thread_local! {
@@ -492,14 +494,5 @@ fn new_broker(host: u64) -> Broker {
     match MUTATION.get() {
         Some(mutation) => broker.mutated(mutation),
         None => broker,
-    }
-}
-
-fn holds(process: ProcessId, total: u64, holding: Holding) -> Event {
-    Event::Holds {
-        process,
-        device: DEVICE.to_owned(),
-        total,
-        holding,
     }
 }

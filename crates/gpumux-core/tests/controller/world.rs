@@ -16,7 +16,7 @@ use gpumux_core::{
     broker::{self, Activity, Ask, Broker, Order, ProcessId, Reply, Terms},
     controller::{BACKOFF, Command, Controller, DEADLINE, Event, Mutation, NewDomain, Outcome},
     fractions,
-    ledger::{Holding, Kind, Share},
+    ledger::{Holding, Kind},
     policy, space,
 };
 
@@ -462,23 +462,6 @@ impl World {
         self.check();
     }
 
-    fn report_frozen(&mut self) {
-        for tenant in self.freezing.clone() {
-            let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
-            let all = groups.into_iter().flatten();
-            let known: Vec<_> = all.filter_map(|id| self.controller.domain(id)).collect();
-            let result = if known.iter().any(|it| it.is_faulty()) {
-                Err("a control failed".into())
-            } else if known.iter().all(|it| it.is_frozen()) {
-                Ok(())
-            } else {
-                continue;
-            };
-            self.freezing.remove(&tenant);
-            self.memory(broker::Event::Frozen(tenant, result));
-        }
-    }
-
     /// Everything works again and every tenant has work: then everything must come right.
     pub(crate) fn recover(&mut self) {
         for id in self.tenants.keys().copied().collect::<Vec<_>>() {
@@ -509,12 +492,8 @@ pub(crate) fn spec(class: Class, guaranteed: f64) -> TenantSpec {
 
 /// The same with this guarantee of memory.
 pub(crate) fn with_memory(spec: TenantSpec, bytes: u64) -> TenantSpec {
-    let share = Share {
-        guaranteed: bytes,
-        limit: u64::MAX,
-    };
     TenantSpec {
-        memory_guaranteed: share.guaranteed,
+        memory_guaranteed: bytes,
         ..spec
     }
 }

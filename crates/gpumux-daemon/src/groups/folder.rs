@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn an_output_is_read_line_by_line_and_what_was_read_needs_no_room() {
+    fn output_is_read_by_line_and_read_lines_take_no_room() {
         let (_dir, folder) = folder();
         let mut writer = folder.begin_output().unwrap();
         writer.write_all(b"old\n").unwrap();

@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_user_does_does_not_make_another_ones_faulting_clients_forgotten() {
+    fn user_cannot_have_faulting_clients_of_others_forgotten() {
         let of = |uid, n| {
             let group = Key {
                 uid,

@@ -66,7 +66,7 @@ async fn request_that_cannot_be_met_starts_no_group() {
 }
 
 #[tokio::test]
-async fn a_group_has_no_more_members_than_room_however_many_come_at_once() {
+async fn group_has_no_more_members_than_room_for_many_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let tenants = with_groups(&dir, CONTROL).await;
     let mut come = JoinSet::new();

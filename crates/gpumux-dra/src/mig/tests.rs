@@ -108,7 +108,7 @@ fn gpu_offers_all_that_others_leave() {
 }
 
 #[test]
-fn instance_is_a_claims_only_if_its_record_named_the_place_before() {
+fn instance_is_a_claims_if_its_record_named_the_place_before() {
     let mut gpus = vec![gpu(0)];
     let place = offers(&gpus[0], &BTreeSet::new())[0].0.place.clone();
     assert_eq!(next(&place, false, &gpus), Next::Make);

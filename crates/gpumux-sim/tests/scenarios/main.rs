@@ -136,7 +136,7 @@ fn a_latency_task_preempts_a_group_as_a_whole() {
 }
 
 #[test]
-fn measured_utility_beats_equal_parts_and_costs_the_latency_task_nothing() {
+fn measured_utility_beats_equal_parts_without_latency_cost() {
     let report = play("utility-2");
     let rate = |of, name| tenant(mode(&report, of), name).rate;
     let total = |of| {

@@ -61,7 +61,7 @@ fn rotation_costs_what_was_measured() {
 }
 
 #[test]
-fn two_batch_domains_at_1_us_make_no_progress_and_rotated_they_do() {
+fn two_batch_domains_at_1_us_progress_only_when_rotated() {
     for name in ["livelock", "rotation-2", "graph+2train"] {
         let report = play(name);
         let trains = |report: &ModeReport| -> f64 {
@@ -245,7 +245,7 @@ fn batch_in_turns_loses_its_pauses_and_no_more() {
 /// The scheduling thread waits in the driver while a control runs. On an H200 it took 2.8% of a CPU where quanta of batch tenants were as long as others
 /// (bench/results/guarantees-h200-4f38bfe.json, case 16): 0.4% for itself, the rest in controls.
 #[test]
-fn controls_among_sixteen_tenants_leave_the_scheduling_thread_alone() {
+fn sixteen_tenants_leave_the_scheduling_thread_idle() {
     let among = Scenario::from_toml(
         "seconds = 11\n\
          [[tenant]]\nname = \"light\"\nclass = \"latency\"\n\

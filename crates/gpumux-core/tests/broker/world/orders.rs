@@ -197,3 +197,12 @@ impl World {
         }
     }
 }
+
+pub(super) fn holds(process: ProcessId, total: u64, holding: Holding) -> Event {
+    Event::Holds {
+        process,
+        device: DEVICE.to_owned(),
+        total,
+        holding,
+    }
+}

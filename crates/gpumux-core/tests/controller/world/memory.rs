@@ -3,6 +3,23 @@
 use super::*;
 
 impl World {
+    pub(super) fn report_frozen(&mut self) {
+        for tenant in self.freezing.clone() {
+            let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
+            let all = groups.into_iter().flatten();
+            let known: Vec<_> = all.filter_map(|id| self.controller.domain(id)).collect();
+            let result = if known.iter().any(|it| it.is_faulty()) {
+                Err("a control failed".into())
+            } else if known.iter().all(|it| it.is_frozen()) {
+                Ok(())
+            } else {
+                continue;
+            };
+            self.freezing.remove(&tenant);
+            self.memory(broker::Event::Frozen(tenant, result));
+        }
+    }
+
     pub(crate) fn ask(&mut self, id: u64, device: usize, bytes: u64) {
         if !self.has(id) {
             return;

@@ -44,7 +44,7 @@ fn batch_tenants_take_turns_and_freeze_before_they_thaw() {
 }
 
 #[test]
-fn controls_wait_for_a_latency_tenant_to_finish_but_not_for_long() {
+fn controls_wait_briefly_for_a_latency_tenant_to_finish() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     bench.add(2, Class::Batch);

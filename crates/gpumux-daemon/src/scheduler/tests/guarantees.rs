@@ -319,7 +319,7 @@ fn sleep_that_comes_after_all_time_harms_none() {
 }
 
 #[test]
-fn program_that_joins_a_group_is_not_moved_before_its_domain_is_known() {
+fn joining_program_is_not_moved_before_its_domain_is_known() {
     let mut bench = Bench::new();
     let tenant = TenantId(1);
     bench.spec(1, TenantSpec::default()).unwrap();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn process_that_freed_itself_is_not_controlled_until_it_comes_again() {
+fn process_that_freed_itself_is_controlled_in_its_next_session() {
     let mut bench = Bench::new();
     for (n, class) in [(1, Class::Latency), (2, Class::Batch), (3, Class::Batch)] {
         let spec = TenantSpec {

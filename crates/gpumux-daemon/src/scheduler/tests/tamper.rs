@@ -206,7 +206,7 @@ fn process_with_a_group_that_cannot_be_managed_is_not_found() {
 }
 
 #[test]
-fn process_with_another_group_that_fails_or_is_shared_is_not_found() {
+fn process_with_another_failed_or_shared_group_is_not_found() {
     for broken in [true, false] {
         let mut bench = frozen();
         let mut second = bench.group(1, 2, 1);

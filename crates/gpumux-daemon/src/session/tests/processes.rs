@@ -58,7 +58,7 @@ async fn a_process_that_plays_driver_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_files_of_a_killed_process_are_closed_although_its_socket_is_open() {
+async fn files_of_a_killed_process_are_closed_with_its_socket_open() {
     let node = Node::start(16).await;
     let (mut child, _output) = process(&node, false);
     let domains = node.until_domains(1).await;

@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn what_was_set_for_a_name_is_there_for_the_next_tenant_and_the_next_daemon() {
+async fn settings_of_a_name_hold_for_the_next_tenant_and_daemon() {
     let dir = tempfile::tempdir().unwrap();
     let first = tenants(&dir).await;
     first.create(&peer(1000), new("train")).await.unwrap();

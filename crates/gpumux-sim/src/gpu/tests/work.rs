@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn copy_engines_are_shared_by_slices_and_directions_are_independent() {
+fn copy_engines_share_by_timeslices_in_each_direction() {
     let mut gpu = Gpu::new(Hardware::default());
     let bytes = 552_000_000; // 10 ms
     let mut copies = Vec::new();
