@@ -256,13 +256,13 @@ impl Device {
     }
 
     /// A process that had this has ended: the driver frees its memory within [`LEAVE`], but for what is kept.
-    fn ended(&mut self, now: Micros, it: &Absent) {
+    fn ended(&mut self, now: Micros, it: &Absent, at_once: bool) {
         let kept = it.kept.min(it.bytes);
         if kept > 0 {
             let left = self.kept.entry(it.tenant).or_default();
             *left = left.saturating_add(kept);
         }
-        if it.bytes > kept {
+        if it.bytes > kept && !at_once {
             self.leaving.push((now + LEAVE, it.bytes - kept));
         }
     }
@@ -489,7 +489,7 @@ impl Accounting {
     }
 
     /// A process has ended, also one that was without a connection. Or it lives: its memory stays, and it is expected again for as long as
-    /// processes are that were there before the accounting. Returns whose it was.
+    /// processes are that were there before the accounting. Returns whose it was, if it had anything.
     pub(super) fn leave(
         &mut self,
         now: Micros,
@@ -497,41 +497,35 @@ impl Accounting {
         lives: bool,
     ) -> Option<TenantId> {
         let member = self.members.remove(&process);
-        let mut whose = member.as_ref().map(|it| it.tenant);
         let lives = lives && self.mutation != Some(Mutation::FreeWithoutSession);
+        let holdings = member.iter().flat_map(|it| {
+            let uuids = it.holdings.keys();
+            uuids.map(|uuid| (uuid.clone(), it.tenant))
+        });
+        let mut changed: Vec<(String, TenantId)> = holdings.collect();
         for (uuid, device) in &mut self.devices {
-            let contexts = device.contexts.remove(&process).unwrap_or(0);
-            let mut gone: Vec<Absent> = match lives {
-                true => Vec::new(),
-                false => (device.absent)
-                    .extract_if(.., |it| it.process == process)
-                    .collect(),
-            };
-            gone.extend(member.as_ref().map(|it| {
-                Absent {
-                    process,
-                    tenant: it.tenant,
-                    until: now + RETURN.1,
-                    bytes: (it.holdings.get(uuid).map_or(0_u64, |it| it.resident()))
-                        .saturating_add(u64::from(contexts) * context(device.capacity)),
-                    kept: it.kept(uuid),
-                }
-            }));
-            for it in gone {
-                whose = Some(it.tenant);
-                match lives {
-                    true if it.bytes > 0 => device.absent.push(it),
-                    true => {}
-                    false if self.mutation == Some(Mutation::LeaveAtOnce) => {}
-                    false => device.ended(now, &it),
+            let contexts = u64::from(device.contexts.remove(&process).unwrap_or(0));
+            let now_absent = member.as_ref().map(|it| Absent {
+                process,
+                tenant: it.tenant,
+                until: now + RETURN.1,
+                bytes: (it.holdings.get(uuid).map_or(0_u64, |it| it.resident()))
+                    .saturating_add(contexts * context(device.capacity)),
+                kept: it.kept(uuid),
+            });
+            device.absent.extend(now_absent.filter(|it| it.bytes > 0));
+            if !lives {
+                let gone = device.absent.extract_if(.., |it| it.process == process);
+                for it in gone.collect::<Vec<_>>() {
+                    device.ended(now, &it, self.mutation == Some(Mutation::LeaveAtOnce));
+                    changed.push((uuid.clone(), it.tenant));
                 }
             }
             device.occupy();
         }
-        if let Some(member) = member {
-            for uuid in member.holdings.keys() {
-                self.add_up(uuid, member.tenant);
-            }
+        let whose = changed.first().map(|it| it.1);
+        for (uuid, tenant) in changed {
+            self.add_up(&uuid, tenant);
         }
         whose
     }
