@@ -1,151 +1,156 @@
 #!/usr/bin/env python3
 """Runs other people's programs on the emulated device and counts what came of them: right, refused with an error, or wrong.
 
-    python3 bench/corpus.py --folder DIR [--gpumux PATH] [--json FILE]
+    python3 bench/corpus.py --folder DIR [--more] [--gpumux PATH] [--out FILE]
 
-DIR keeps a virtual environment with what bench/corpus/requirements.txt lists (PyPI, by checksum). Nothing may be wrong: the exit status is 1 if
-something is. Takes some minutes; it is not part of CI, as it downloads 300 MB.
+DIR keeps a virtual environment with what bench/corpus/requirements.txt lists, and CuPy's sources (PyPI, by checksum). What runs is in
+bench/corpus/tests.toml. Without --more it takes two minutes, and is part of CI.
 
-- nvcc: the programs of tests/cuda, as they are and as separate units that are linked (-rdc=true)
-- CuPy: bench/corpus/cupy_lines.py, with CuPy's own defaults and as `gpumux emu` sets them
-- Numba: modules of Numba's own tests, with its built-in target
+Fails (1) if something is wrong, or fewer are right than tests.toml has. Where PyPI cannot be reached, or has no wheels for this Python,
+it says so, and the exit status is 3.
+
+- CuPy: its own tests
+- numba-cuda: its own tests
+- Triton: kernels of the shapes of its tutorials (bench/corpus/test_triton.py)
 """
 
 import argparse
+import collections
+import concurrent.futures
+import datetime
+import hashlib
+import io
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
+import tarfile
+import tomllib
+import urllib.request
 import venv
 
+import common
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROGRAMS = ["memory", "kernels", "cooperative", "copies", "graphs", "device"]
-NUMBA = [
-    "cudadrv.test_context_stack", "cudadrv.test_cuda_memory", "cudadrv.test_host_alloc", "cudadrv.test_pinned",
-    "cudadrv.test_select_device", "cudadrv.test_streams", "cudapy.test_array", "cudapy.test_boolean",
-    "cudapy.test_localmem", "cudapy.test_sm",
-]
-PATIENCE = 120  # s, each program
+LISTS = ROOT / "bench/corpus"
+CANNOT = 3
+PATIENCE = 120  # s, each test
+RESULTS = ["right", "refused", "wrong", "not ended", "skipped"]
+WORST = ["wrong", "not ended", "refused", "right", "skipped"]
 
 
-def prepare(folder):
-    """The environment's interpreter and its CUDA toolkit."""
+def prepare(folder, sources):
+    """Installs what is not there; the interpreter, and where each suite's tests are."""
     python = folder / "venv/bin/python"
-    requirements = ROOT / "bench/corpus/requirements.txt"
-    if not python.exists():
-        venv.create(folder / "venv", with_pip=True)
-        command = [python, "-m", "pip", "install", "-q", "--no-deps", "--require-hashes", "-r", requirements]
-        subprocess.run(command, check=True)
-    toolkit = next((folder / "venv/lib").glob("python*/site-packages/nvidia/cu13"))
-    home = folder / "cuda"
-    for link, target in {
-        "nvvm/lib64/libnvvm.so": "lib/libnvvm.so.4",
-        "nvvm/lib64/libnvvm.so.4.0.0": "lib/libnvvm.so.4",
-        "nvvm/libdevice/libdevice.10.bc": "nvvm/libdevice/libdevice.10.bc",
-        "lib64/libcudart.so": "lib/libcudart.so.13",
-        "lib64/libcudart.so.13": "lib/libcudart.so.13",
-        "lib64/libcudadevrt.a": "lib/libcudadevrt.a",
-        "lib64/libnvrtc.so": "lib/libnvrtc.so.13",
-    }.items():
-        place = home / link
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if not place.is_symlink():
-            place.symlink_to(toolkit / target)
-    return python, toolkit, home
+    requirements = LISTS / "requirements.txt"
+    # Written at the end: an installation that was interrupted is none.
+    mark = folder / hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if not mark.exists():
+        venv.create(folder / "venv", with_pip=True, clear=True)
+        command = [python, "-m", "pip", "install", "-q", "--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", requirements]
+        subprocess.run(command, check=True, timeout=600)
+        mark.touch()
+    places = {"Triton": LISTS, "numba-cuda": next((folder / "venv/lib").glob("python*/site-packages"))}
+    for name, source in sources.items():
+        places[name] = folder / source["folder"]
+        if not places[name].exists():
+            with urllib.request.urlopen(source["url"], timeout=60) as answer:
+                data = answer.read()
+            if hashlib.sha256(data).hexdigest() != source["sha256"]:
+                sys.exit(f"{source['url']}: another checksum")
+            tarfile.open(fileobj=io.BytesIO(data)).extractall(folder, filter="data")
+    return python, places
 
 
 class Corpus:
-    def __init__(self, gpumux, toolkit, home):
-        self.gpumux, self.toolkit = gpumux, toolkit
-        self.environment = dict(os.environ, CUDA_HOME=str(home), CUDA_PATH=str(toolkit), LD_LIBRARY_PATH=str(toolkit / "lib"))
-        self.counts = {}
+    def __init__(self, gpumux, folder, python):
+        self.gpumux, self.folder, self.python = gpumux, folder, python
+        toolkit = next((folder / "venv/lib").glob("python*/site-packages/nvidia/cu13"))
+        self.environment = dict(
+            os.environ, CUDA_PATH=str(toolkit), CUDA_HOME=str(toolkit), LD_LIBRARY_PATH=str(toolkit / "lib"),
+            PYTHONPATH=str(LISTS), CORPUS_PATIENCE=str(PATIENCE), CUPY_CACHE_DIR=str(folder / "cupy"), CUPY_TEST_GPU_LIMIT="1",
+            TRITON_CACHE_DIR=str(folder / "triton"), TRITON_PTXAS_PATH=str(LISTS / "ptxas"),
+            TRITON_PTXAS_BLACKWELL_PATH=str(LISTS / "ptxas"),
+        )
 
-    def run(self, command, **environment):
-        """Exit status and output; None when it did not end."""
-        command = [self.gpumux, "emu", "--", *map(str, command)]
-        try:
+    def run(self, name, place, tests, left_out):
+        """Each test's result, and why. The context is lost with what is refused: a new process goes on behind it."""
+        outcomes = self.folder / f"{name}.jsonl"
+        outcomes.unlink(missing_ok=True)
+        command = [
+            self.gpumux, "emu", "--profile", LISTS / "device.toml", "--", self.python, "-m", "pytest", "-q", "-p", "outcomes",
+            "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", place, "--pyargs", *tests,
+        ]
+        if left_out:
+            command += ["-k", " and ".join(f"not {name}" for name in left_out)]
+        environment = {**self.environment, "CORPUS_OUTCOMES": str(outcomes)}
+        seen, results = 0, {}
+        while True:
             done = subprocess.run(
-                command, env={**self.environment, **environment}, timeout=PATIENCE, text=True, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, errors="replace",
+                [str(part) for part in command], cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                errors="replace",
             )
-        except subprocess.TimeoutExpired:
-            return None, ""
-        return done.returncode, done.stdout
-
-    def count(self, suite, name, result, why=""):
-        counts = self.counts.setdefault(suite, {"right": 0, "refused": 0, "wrong": 0, "not ended": 0})
-        counts[result.split()[0] if result != "not ended" else result] += 1
-        if result != "right":
-            print(f"{suite}: {name}: {result} {why}".rstrip(), flush=True)
-
-    def nvcc(self, folder):
-        for suite, flags in [("nvcc", []), ("nvcc -rdc=true", ["-rdc=true"])]:
-            for name in PROGRAMS:
-                program = folder / f"{name}{'-rdc' if flags else ''}"
-                source = ROOT / f"tests/cuda/{name}.cu"
-                compiler = [self.toolkit / "bin/nvcc", "-arch=sm_90", *flags, "-L", self.toolkit / "lib", source, "-o", program]
-                subprocess.run(compiler, check=True)
-                status, output = self.run([program])
-                if status is None:
-                    self.count(suite, name, "not ended")
-                elif status == 0 and output.rstrip().endswith("done"):
-                    self.count(suite, name, "right")
-                else:
-                    # Without an error of CUDA's it went on with something wrong.
-                    told = "gpumux: " in output or "cudaError" in output
-                    self.count(suite, name, "refused" if told else "wrong", output.strip()[-200:])
-
-    def cupy(self, python):
-        script = ROOT / "bench/corpus/cupy_lines.py"
-        total = script.read_text().count("(lambda m,")
-        for suite, environment in [("CuPy", {}), ("CuPy, its accelerators", {"CUPY_ACCELERATORS": "cub"})]:
-            first = 0
-            while first < total:
-                status, output = self.run([python, script, str(first)], **environment)
-                found = [line.split("\t") for line in output.splitlines() if "\t" in line]
-                for name, result in found:
-                    self.count(suite, name, result)
-                if status is None or not found:
-                    self.count(suite, f"line {first + len(found)}", "not ended", output[-200:])
-                    first += 1
-                first += len(found)
-
-    def numba(self, python):
-        for module in NUMBA:
-            status, output = self.run([python, "-m", "numba.runtests", f"numba.cuda.tests.{module}"])
-            ran = re.search(r"^Ran (\d+) test", output, re.M)
-            if status is None or not ran:
-                self.count("Numba", module, "not ended", output[-200:])
-                continue
-            number = lambda what: sum(map(int, re.findall(rf"{what}=(\d+)", output.splitlines()[-1])))
-            results = {"wrong": number("failures"), "refused": number("errors")}
-            results["right"] = int(ran[1]) - number("skipped") - results["wrong"] - results["refused"]
-            for result, times in results.items():
-                for _ in range(times):
-                    self.count("Numba", module, result)
+            lines = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
+            if len(lines) == seen or not any("test" in line for line in lines):
+                sys.exit(f"{name}: no test ran\n{done.stdout[-2000:]}")
+            for line in lines[seen:]:
+                if "result" in line:
+                    # A test may have several, of its parts: the worst holds.
+                    both = [line, results.get(line["test"], line)]
+                    results[line["test"]] = min(both, key=lambda it: WORST.index(it["result"]))
+            last, seen = lines[-1], len(lines)
+            if last.get("end") == "all":
+                return results
+            if "end" not in last:
+                # The plugin ends the process of a test that takes too long.
+                result = "not ended" if done.returncode == 1 else "wrong"
+                results[last["test"]] = dict(last, result=result, why=f"exit status {done.returncode}: {done.stdout[-200:]}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("--more", action="store_true", help="the tests beside those of CI, for about ten minutes")
     parser.add_argument("--gpumux", default=str(ROOT / "target/debug/gpumux"))
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, help="a results file")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    python, toolkit, home = prepare(folder)
-    corpus = Corpus(arguments.gpumux, toolkit, home)
-    corpus.nvcc(folder)
-    corpus.cupy(python)
-    corpus.numba(python)
-    print("| | right | refused | wrong | not ended |\n|---|---:|---:|---:|---:|")
-    for suite, counts in corpus.counts.items():
-        print(f"| {suite} | " + " | ".join(str(count) for count in counts.values()) + " |")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(corpus.counts, indent=1) + "\n")
-    return 1 if any(counts["wrong"] for counts in corpus.counts.values()) else 0
+    lists = tomllib.loads((LISTS / "tests.toml").read_text())
+    try:
+        python, places = prepare(folder, lists["sources"])
+    except (subprocess.SubprocessError, OSError) as error:
+        print(f"the corpus cannot be had: {error}")
+        return CANNOT
+    corpus = Corpus(arguments.gpumux, folder, python)
+    part = "more" if arguments.more else "ci"
+    suites = {name: suite for name, suite in lists["suites"].items() if part in suite}
+
+    def run(name):
+        return corpus.run(name, places[name], suites[name][part]["tests"], suites[name].get("left_out", {}))
+
+    failed, rows = False, []
+    print("| | right | refused | wrong | not ended | skipped |\n|---|---:|---:|---:|---:|---:|")
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        for name, results in zip(suites, pool.map(run, suites)):
+            counts = collections.Counter(line["result"] for line in results.values())
+            values = {result.replace(" ", "_"): counts[result] for result in RESULTS}
+            rows.append({"case": name, "mode": part, "values": values})
+            print(f"| {name} | " + " | ".join(str(counts[result]) for result in RESULTS) + " |", flush=True)
+            least = suites[name][part]["right"]
+            if counts["wrong"] or counts["right"] < least:
+                failed = True
+                print(f"{name}: nothing may be wrong, and {least} must be right")
+            for test, line in results.items():
+                if line["result"] == "wrong" or line["result"] == "not ended" and failed:
+                    print(f"{line['result']}: {test}: {line['why']}")
+    if arguments.out:
+        head = {"bench": "corpus", "device": "NVIDIA H100 80GB HBM3 (emulated)", "driver": "emulated"}
+        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        run = {"date": date, "commit": common.commit(), "command": common.shown_command(sys.argv)}
+        arguments.out.write_text(json.dumps(head | run | {"rows": rows}, indent=1) + "\n")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
