@@ -44,15 +44,15 @@ impl Module {
         for text in texts {
             parser.unit(text)?;
         }
-        if texts.iter().any(|text| text.contains(GRID_BARRIER)) {
+        if texts.iter().any(|text| text.contains(GRID_FUNCTIONS)) {
             parser.unit(include_str!("grid.ptx"))?;
         }
         Ok(parser.finish())
     }
 }
 
-/// Name of a function of CUDA's device runtime that is there without its library.
-const GRID_BARRIER: &str = "cudaCGSynchronize";
+/// How the functions of CUDA's device runtime begin that are there without its library.
+const GRID_FUNCTIONS: &str = "cudaCG";
 
 /// What a name means inside a function.
 #[derive(Clone, Copy, Debug)]

@@ -182,6 +182,17 @@ fn names_of_linked_units_are_their_own_unless_visible() {
 }
 
 #[test]
+fn grid_handle_is_known_without_its_barrier() {
+    let text = format!(
+        "{HEAD}.extern .func (.param .b64 r) cudaCGGetIntrinsicHandle(.param .b32 scope);\n\
+         .entry k() {{ .reg .b64 %rd<2>;\n {{ .param .b32 a;\n .param .b64 b;\n st.param.b32 [a], 1;\n\
+         call.uni (b), cudaCGGetIntrinsicHandle, (a);\n ld.param.b64 %rd1, [b];\n }} ret; }}"
+    );
+    let module = Module::parse(&text).unwrap();
+    assert_eq!(module.kernels[0].usable(), Ok(()));
+}
+
+#[test]
 fn variable_that_is_only_declared_refuses_the_kernel() {
     let text = format!(
         "{HEAD}.extern .global .align 4 .u32 elsewhere;\n.entry k() {{ .reg .b32 %r<2>; ld.global.u32 %r1, [elsewhere]; ret; }}"
