@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs other people's programs on the emulated device and counts what came of them: right, refused with an error, or wrong.
 
-    python3 bench/corpus.py --folder DIR [--more] [--gpumux PATH] [--out FILE]
+    python3 bench/corpus.py --folder DIR [--install] [--more] [--gpumux PATH] [--out FILE]
 
 DIR keeps a virtual environment with what bench/corpus/requirements.txt lists, and CuPy's sources (PyPI, by checksum). What runs is in
 bench/corpus/tests.toml. Without --more it takes two minutes, and is part of CI.
@@ -111,6 +111,7 @@ class Corpus:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("--install", action="store_true", help="only that")
     parser.add_argument("--more", action="store_true", help="the tests beside those of CI, for about ten minutes")
     parser.add_argument("--gpumux", default=str(ROOT / "target/debug/gpumux"))
     parser.add_argument("--out", type=pathlib.Path, help="a results file")
@@ -123,6 +124,8 @@ def main():
     except (subprocess.SubprocessError, OSError) as error:
         print(f"the corpus cannot be had: {error}")
         return CANNOT
+    if arguments.install:
+        return 0
     corpus = Corpus(arguments.gpumux, folder, python)
     part = "more" if arguments.more else "ci"
     suites = {name: suite for name, suite in lists["suites"].items() if part in suite}
