@@ -10,12 +10,21 @@ use crate::{
     queries::{series, types, under},
 };
 
-/// What engines and tools export themselves.
-const OTHERS: [&str; 3] = [
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "dynamo_frontend_queued_requests",
+/// What engines and tools export themselves, and the files of their sources that have the name.
+const OTHERS: [(&str, &str); 7] = [
+    ("vllm:num_requests_waiting", VLLM),
+    ("vllm:num_requests_running", VLLM),
+    ("vllm:kv_cache_usage_perc", VLLM),
+    ("sglang:num_queue_reqs", SGLANG),
+    ("sglang:num_running_reqs", SGLANG),
+    ("sglang:token_usage", SGLANG),
+    (
+        "dynamo_frontend_queued_requests",
+        "Dynamo 1.6.1, lib/runtime/src/metrics/prometheus_names.rs",
+    ),
 ];
+const VLLM: &str = "vLLM 0.24.0, vllm/v1/metrics/loggers.py";
+const SGLANG: &str = "SGLang 0.5.15, sglang/srt/observability/metrics_collector.py";
 
 fn read(file: &str) -> Vec<Value> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../examples/autoscaling");
@@ -226,7 +235,7 @@ fn the_examples_queries_are_on_series_that_there_are() {
         for query in queries.concat() {
             count += 1;
             for name in series(query) {
-                let known = there.contains(name.as_str()) || OTHERS.contains(&name.as_str());
+                let known = there.contains(name.as_str()) || OTHERS.iter().any(|it| it.0 == name);
                 assert!(known, "{file}: there is no {name}: {query}");
             }
         }
@@ -243,11 +252,23 @@ fn the_examples_text_names_metrics_that_there_are() {
     let text = include_str!("../../../../examples/autoscaling/README.md");
     let scrape = metrics::render(&metrics::Facts::default());
     let there = types(&scrape);
-    let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
-    let names: BTreeSet<&str> = words.filter(|it| it.starts_with("gpumux_pod_")).collect();
-    assert!(names.len() >= 4, "{names:?}");
+    let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || "_:".contains(c)));
+    let own = |it: &&str| {
+        ["gpumux_pod_", "vllm:", "sglang:"]
+            .iter()
+            .any(|of| it.starts_with(of))
+    };
+    let names: BTreeSet<&str> = words.filter(own).collect();
+    assert!(names.len() >= 10, "{names:?}");
     for name in names {
-        assert!(there.contains(name), "there is no {name}");
+        let other = OTHERS.iter().find(|it| it.0 == name);
+        assert!(
+            there.contains(name) || other.is_some(),
+            "there is no {name}"
+        );
+        // The text names each of the sources.
+        let source = other.map_or("", |it| it.1.split(',').next().unwrap());
+        assert!(text.contains(source), "{source} has {name}");
     }
     for file in std::fs::read_dir(
         PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../examples/autoscaling"),
