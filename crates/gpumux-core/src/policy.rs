@@ -28,7 +28,8 @@
 //! are owed something, the one whose request, a quantum, would end first at its share. A quantum is in proportion to the share, 10 to 50 ms on
 //! an H100, where handing over takes 2% of 50 ms. A latency domain that ran ahead by its burst waits until its lag is level: for the part of
 //! 100 ms that is others', or as long as controls take. No other becomes the owner just before that.
-//! - A domain that pauses in debt pays back at its own rate, at the cost of those that hold more because it pauses.
+//! - A domain that pauses when it ran ahead still counts as one of those that the device is divided among, until it is level at its own
+//!   rate: what it took at once, others get back then.
 //! - A pause of up to 5 ms forfeits nothing of what a domain is owed, up to a quantum; a longer one forfeits all, to all others.
 //! - What was received above the guarantee while no other had work costs nothing, for the share was then larger.
 //!

@@ -33,9 +33,10 @@ fn mixed() -> impl Strategy<Value = Mixed> {
     let limit = prop_oneof![2 => Just(1.0), 1 => 0.05..1.0f64];
     // None; some that forfeit nothing; and longer ones.
     let pause = prop_oneof![2 => Just(0.0), 2 => 100.0..4_900.0f64, 1 => 5_000.0..50_000.0f64];
+    let kernel = prop_oneof![50.0..1_000.0f64, 1_000.0..20_000.0f64];
     (
         (class, 0..3u8, guaranteed, limit),
-        (0.25..4.0f64, 1_000.0..20_000.0f64, pause, 2..=4u32),
+        (0.25..4.0f64, kernel, pause, 2..=4u32),
     )
         .prop_map(
             |((class, user, guaranteed, limit), (weight, kernel_us, pause_us, depth))| Mixed {

@@ -55,12 +55,11 @@ struct Node {
     share: f64,
     /// The same of its parent's share.
     part: f64,
-    /// The part of its share that is another's when all have work.
-    spare: f64,
     /// Has work.
     wants: bool,
-    /// Nothing keeps it from running, such as its gang.
-    able: bool,
+    /// One below it counts.
+    #[serde(default)]
+    counts: bool,
     /// It might have run since the plan before and did not, and whether it had work is not known: it is owed nothing for that time.
     unknown: bool,
     /// When it last had work.
@@ -100,10 +99,9 @@ pub(crate) enum Wait {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entitled {
     pub(super) share: f64,
-    /// Its share when all have work.
-    pub(super) least: f64,
+    /// Its share is one of those that sum to 1: see [`Memory::counted`].
+    pub(super) counts: bool,
     pub(super) wants: bool,
-    pub(super) able: bool,
 }
 
 impl Memory {
@@ -208,9 +206,10 @@ impl Memory {
             let works = self.users[tenant.parent].node.wants;
             tenant.node.charge((parent, works), *got, elapsed, now);
         }
+        let works = self.users.iter().any(|it| it.node.wants);
         for (user, got) in self.users.iter_mut().zip(&users) {
             let all = delivered.min(elapsed);
-            user.node.charge((all, false), *got, elapsed, now);
+            user.node.charge((all, works), *got, elapsed, now);
         }
         self.level();
     }
@@ -251,6 +250,28 @@ impl Memory {
         level(self.users.len(), tenants);
         let domains = self.domains.iter_mut().map(|it| (it.parent, &mut it.node));
         level(self.tenants.len(), domains);
+    }
+
+    /// Which domains of the last snapshot the device is divided among, if these have work: they, and those that ran ahead before they
+    /// paused. Had such a one got no more than its share, it would still have work. If it did not count, its user's share
+    /// would shrink before the siblings that waited for it had theirs.
+    pub(super) fn counted(&self, wants: &[bool]) -> Vec<bool> {
+        let mut tenants = vec![false; self.tenants.len()];
+        let mut users = vec![false; self.users.len()];
+        let pairs = || self.domains.iter().zip(wants);
+        for (track, wants) in pairs() {
+            tenants[track.parent] |= wants;
+            users[self.tenants[track.parent].parent] |= wants;
+        }
+        let counts = |(track, wants): (&Track, &bool)| {
+            let tenant = &self.tenants[track.parent];
+            let user = &self.users[tenant.parent];
+            *wants
+                || track.node.is_ahead()
+                || !tenants[track.parent] && tenant.node.is_ahead()
+                || !users[tenant.parent] && user.node.is_ahead()
+        };
+        pairs().map(counts).collect()
     }
 
     /// What each domain of the last snapshot is entitled to from now on. `most` is what a pause may keep of a lag.
@@ -319,16 +340,19 @@ impl Track {
 impl Node {
     /// A domain below it.
     fn add(&mut self, it: &Entitled) {
-        // Those without work count only where none below has some.
-        if it.wants && !self.wants {
-            *self = Self::default();
+        // The shares of others matter only where none below counts.
+        if it.counts && !self.counts {
+            self.share = 0.0;
         }
-        if it.wants || !self.wants {
+        if it.counts || !self.counts {
             self.share += it.share;
-            self.spare += (it.share - it.least).max(0.0);
-            self.wants |= it.wants;
-            self.able |= it.able;
         }
+        self.counts |= it.counts;
+        self.wants |= it.wants;
+    }
+
+    fn is_ahead(&self) -> bool {
+        self.lag < -1.0
     }
 
     /// For so much time, in which its parent received so much and had work or not.
@@ -356,8 +380,7 @@ impl Node {
         }
         self.share = next.share;
         self.part = (next.share / whole.max(1e-12)).min(1.0);
-        self.spare = next.spare;
-        (self.wants, self.able) = (next.wants, next.able);
+        (self.wants, self.counts) = (next.wants, next.counts);
     }
 }
 
@@ -377,28 +400,23 @@ fn branch<Id: Copy + PartialEq>(
     now.len() - 1
 }
 
-/// Makes the lags below each of so many parents sum to zero: what a pause forfeits is for all, and what one that pauses pays back is
-/// taken from what the others have because it pauses.
+/// Makes the lags below each of so many parents sum to zero: what a pause forfeits is for all.
 fn level<'a>(parents: usize, nodes: impl Iterator<Item = (usize, &'a mut Node)>) {
-    // The sums of lag, and of spare and part of those that are open.
-    let mut sums = vec![(0.0, 0.0, 0.0); parents];
-    let open = |node: &Node| node.wants && node.able && !node.unknown;
+    // The sums of lag, and of part of those that are open.
+    let mut sums = vec![(0.0, 0.0); parents];
+    let open = |node: &Node| node.wants && !node.unknown;
     let nodes: Vec<(usize, &mut Node)> = nodes.collect();
     for (parent, node) in &nodes {
         let sum = &mut sums[*parent];
         sum.0 += node.lag;
         if open(node) {
-            (sum.1, sum.2) = (sum.1 + node.spare, sum.2 + node.part);
+            sum.1 += node.part;
         }
     }
     for (parent, node) in nodes {
-        let (sum, spare, part) = sums[parent];
-        let (of, whole) = match sum > 0.0 && spare > 1e-9 {
-            true => (node.spare, spare),
-            false => (node.part, part),
-        };
+        let (sum, whole) = sums[parent];
         if open(node) && whole > 0.0 {
-            node.lag -= sum * of / whole;
+            node.lag -= sum * node.part / whole;
         }
     }
 }

@@ -157,6 +157,7 @@ impl<D: Division> Policy for Shared<D> {
                 stage.choose_owner(memory);
                 stage.ask_for_budgets();
                 stage.separate(memory, &snapshot.gangs);
+                stage.ask_for_level(memory);
                 stage.rotating_slices(&self.division, snapshot)
             }
             false => {
@@ -246,6 +247,8 @@ struct Actor<'a> {
     user: crate::UserId,
     /// Has work and may be given the device.
     wants: bool,
+    /// The device is divided among it and others: it has work, or ran ahead before it paused.
+    counts: bool,
     share: f64,
     way: Way,
     /// The quantum is its.
@@ -319,22 +322,24 @@ impl<'a> Stage<'a> {
         let rotates = cast.iter().any(|it| it.class() == Class::Latency)
             || !snapshot.gangs.is_empty() && cast.len() > 1;
         let all = divide(division, &cast, snapshot, |_| true);
-        let wanting = match cast.iter().all(|actor| actor.wants) {
+        let wants: Vec<bool> = cast.iter().map(|actor| actor.wants).collect();
+        for (actor, counts) in cast.iter_mut().zip(memory.counted(&wants)) {
+            actor.counts = counts;
+        }
+        let counted = match cast.iter().all(|actor| actor.counts) {
             true => all.clone(),
-            false => divide(division, &cast, snapshot, |actor| actor.wants),
+            false => divide(division, &cast, snapshot, |actor| actor.counts),
         };
         let mut entitled = Vec::new();
         for (index, actor) in cast.iter_mut().enumerate() {
-            actor.share = if actor.wants {
-                wanting[index]
-            } else {
-                all[index]
+            actor.share = match actor.counts {
+                true => counted[index],
+                false => all[index],
             };
             entitled.push(Entitled {
                 share: actor.share,
-                least: all[index],
+                counts: actor.counts,
                 wants: actor.wants,
-                able: actor.wants && !actor.held(),
             });
         }
         let quantum = tuning.quantum(&snapshot.costs, cast.iter().map(Actor::kind));
@@ -418,6 +423,16 @@ impl<'a> Stage<'a> {
             };
             if let Some(delay) = actor.changes_in.filter(|_| matters) {
                 self.ask_in(delay);
+            }
+        }
+    }
+
+    /// Asks for a plan when one that ran ahead before it paused will be level: then the device is divided among the others.
+    fn ask_for_level(&mut self, memory: &Memory) {
+        for index in 0..self.cast.len() {
+            let (actor, lag) = (&self.cast[index], memory.domains[index].lag);
+            if actor.counts && !actor.wants && lag < 0.0 {
+                self.ask_in(-lag / actor.share.max(1e-9));
             }
         }
     }
@@ -728,6 +743,7 @@ fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
             claim: Claim::from(state.map_or(&unknown, |it| &it.spec)),
             user: state.map(|it| it.user).unwrap_or_default(),
             wants: domain.demand.may_run() && !swapped_out,
+            counts: false,
             share: 0.0,
             way: Way::Slices,
             owns: false,

@@ -41,6 +41,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "oversubscribe-2x60",
     "pauses",
     "pauses-beside-own",
+    "pauses-beside-siblings",
     "pipeline+train",
     "preempt",
     "preempt-hint",
