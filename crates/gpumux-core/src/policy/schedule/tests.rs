@@ -247,7 +247,8 @@ fn users_tenants_share_what_the_user_is_entitled_to() {
     now.domains[1].demand_since = now.now;
     let next = plan(&now, &mut memory);
     assert!(memory.lag(DomainId(4)) > 14_900.0);
-    assert!(memory.lag(DomainId(2)) < -13_000.0, "{memory:?}");
+    // The one that pauses counts until it is level, and owes as much.
+    assert!(memory.lag(DomainId(2)) < -7_000.0, "{memory:?}");
     now.now = Micros(60_000);
     now.domains[1].received = Micros(30_000);
     let after = plan(&now, &mut memory);
