@@ -10,10 +10,11 @@ use gpumux_tests::{
 };
 
 /// The programs and what they are tried with.
-const PROGRAMS: [(&str, &[Runtime]); 10] = [
+const PROGRAMS: [(&str, &[Runtime]); 11] = [
     ("memory", &Runtime::ALL),
     ("streams", &[Runtime::Static130, Runtime::Shared128]),
     ("kernels", &[Runtime::Static130]),
+    ("relocatable", &[Runtime::Static130]),
     ("cooperative", &[Runtime::Static130]),
     ("copies", &[Runtime::Static130]),
     ("graphs", &[Runtime::Static130]),
@@ -117,6 +118,11 @@ fn kernels_compute_what_they_should() {
             finished.out
         );
     }
+}
+
+#[test]
+fn kernels_that_are_linked_from_units() {
+    check_all("relocatable");
 }
 
 #[test]
