@@ -1105,6 +1105,11 @@ impl Broker {
         self.accounting.uuids()
     }
 
+    /// Whether memory of this process counts as taken although its connection was lost.
+    pub fn awaits(&self, process: ProcessId) -> bool {
+        self.accounting.awaits(process)
+    }
+
     /// Every device's accounts.
     pub fn lines(&self) -> Vec<Line> {
         self.accounting.lines()

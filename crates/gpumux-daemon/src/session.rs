@@ -31,6 +31,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use tokio::{
     io::unix::AsyncFd,
     sync::{mpsc, watch},
+    task::AbortHandle,
 };
 
 use crate::{
@@ -89,6 +90,8 @@ pub(crate) struct Sessions {
     rates: Mutex<BTreeMap<TenantId, Weak<Rate>>>,
     links: Arc<Links>,
     sharing: Arc<Sharing>,
+    /// Of processes whose end is waited for without a session.
+    watches: Mutex<BTreeMap<u32, AbortHandle>>,
 }
 
 /// Packets that may be sent now, and when that was counted.
@@ -183,6 +186,7 @@ impl Sessions {
             users: Quota::default(),
             rates: Mutex::default(),
             sharing: Arc::new(Sharing::new(Arc::clone(&links))),
+            watches: Mutex::default(),
             links,
         })
     }
@@ -378,7 +382,7 @@ impl Sessions {
         tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
         self.links.remove(id);
         // Commands are carried out in order: a group that is still on its way is removed by this one.
-        let _ = self
+        let awaited = self
             .scheduler
             .ask(|answer| Command::Leave {
                 session: id,
@@ -386,7 +390,7 @@ impl Sessions {
                 answer,
             })
             .await;
-        self.watch_end(id, peer, alive);
+        self.watch_end(id, peer, alive, awaited.unwrap_or(false));
         self.tenants.leave(id, tenant, peer.pid).await;
         // Until then it counts among its user's sessions.
         if let Some(rest) = rest {
@@ -417,11 +421,13 @@ impl Sessions {
         Ok(())
     }
 
-    /// A session has ended. What a process has that lives is given up when it ends, if it does while that is expected back, or shares it.
-    fn watch_end(&self, id: SessionId, peer: &Peer, alive: bool) {
+    /// A session has ended. What a process has that lives is given up when it ends, if it does while that is `awaited`, or shares it.
+    fn watch_end(&self, id: SessionId, peer: &Peer, alive: bool, awaited: bool) {
         let shares = self.sharing.leave(id, peer, alive);
         // Where its end cannot be noticed, other processes keep what they share with it: their memory stays where it is.
-        let fd = peer.fd.as_ref().filter(|_| alive).map(ProcessFd::try_clone);
+        let fd = (peer.fd.as_ref())
+            .filter(|_| alive && (awaited || shares.is_some()))
+            .map(ProcessFd::try_clone);
         let Some(Ok(fd)) = fd else {
             return;
         };
@@ -430,7 +436,7 @@ impl Sessions {
             Some(_) => Duration::MAX,
             None => Duration::from_micros(RETURN.1.0),
         };
-        tokio::spawn(async move {
+        let watch = tokio::spawn(async move {
             if let Ok(Ok(())) = tokio::time::timeout(patience, fd.ended()).await {
                 shares.into_iter().for_each(|it| sharing.ended(it));
                 let left = Event::Left(ProcessId(id.0));
@@ -438,6 +444,12 @@ impl Sessions {
                 let _ = scheduler.ask(left).await;
             }
         });
+        let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
+        watches.retain(|_, it| !it.is_finished());
+        // However often a process comes and goes, the daemon has one file for it.
+        if let Some(before) = watches.insert(peer.pid, watch.abort_handle()) {
+            before.abort();
+        }
     }
 }
 

@@ -488,6 +488,11 @@ impl Accounting {
         self.members.insert(process, member);
     }
 
+    pub(super) fn awaits(&self, process: ProcessId) -> bool {
+        let mut absent = self.devices.values().flat_map(|it| &it.absent);
+        absent.any(|it| it.process == process)
+    }
+
     /// A process has ended, also one that was without a connection. Or it lives: its memory stays, and it is expected again for as long as
     /// processes are that were there before the accounting. Returns whose it was, if it had anything.
     pub(super) fn leave(

@@ -139,7 +139,8 @@ pub(crate) enum Command {
     Leave {
         session: SessionId,
         alive: bool,
-        answer: Answer<()>,
+        /// Whether its memory counts as taken until the process ends.
+        answer: Answer<bool>,
     },
 
     // ---- Groups that fail
@@ -306,8 +307,7 @@ impl Command {
                 alive,
                 answer,
             } => {
-                engine.leave(session, alive);
-                send(answer, ());
+                send(answer, engine.leave(session, alive));
             }
 
             Self::GiveUp(group, answer) => send(answer, engine.give_up(&group)),

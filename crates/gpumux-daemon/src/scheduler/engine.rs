@@ -498,8 +498,8 @@ impl Engine {
     }
 
     /// A session has ended. Its files are closed; if its process lives on, its groups are given
-    /// back as they were made.
-    pub(super) fn leave(&mut self, session: SessionId, alive: bool) {
+    /// back as they were made. Returns whether its memory counts as taken until the process ends.
+    pub(super) fn leave(&mut self, session: SessionId, alive: bool) -> bool {
         // The last words of a process that crashed, and whether it had freed itself.
         self.crashes.report(&mut self.state);
         self.leave_expired();
@@ -517,6 +517,7 @@ impl Engine {
             true => Event::Lost(process),
             false => Event::Left(process),
         });
+        self.moves.broker.awaits(process)
     }
 
     /// A process left work behind in a group: its files are held until the group had time to end that. Returns them if
