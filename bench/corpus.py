@@ -4,7 +4,7 @@
     python3 bench/corpus.py --folder DIR [--install] [--more] [--gpumux PATH] [--out FILE]
 
 DIR keeps a virtual environment with what bench/corpus/requirements.txt lists, and CuPy's sources (PyPI, by checksum). What runs is in
-bench/corpus/tests.toml. Without --more it takes two minutes, and is part of CI.
+bench/corpus/tests.toml. Without --more it takes half a minute, and is part of CI.
 
 Fails (1) if something is wrong, or fewer are right than tests.toml has. Where PyPI cannot be reached, or has no wheels for this Python,
 it says so, and the exit status is 3.
