@@ -1,6 +1,6 @@
 //! Copies between host and device: counted, and divided by the tenants' shares.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use gpumux_cuda::list::{Class, entry_points};
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, wait_for};
@@ -18,23 +18,28 @@ fn node() -> Node {
     })
 }
 
-/// Copies in one direction, a few ahead, without end.
+/// Copies in one direction without end: of which size, and how many ahead.
 const COPIES: &str = r#"
 import sys
 use_device()
-size, stream = ctypes.c_size_t(1 << 18), ctypes.c_void_p()
-host, device = ctypes.c_void_p(), ctypes.c_uint64()
+way, size, ahead = sys.argv[1], ctypes.c_size_t(int(sys.argv[2])), int(sys.argv[3])
+stream, host, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
 call("cuStreamCreate", ctypes.byref(stream), 1)
 call("cuMemAllocHost_v2", ctypes.byref(host), size)
 call("cuMemAlloc_v2", ctypes.byref(device), size)
+copy = {
+    "in": ("cuMemcpyHtoDAsync_v2", device, host),
+    "out": ("cuMemcpyDtoHAsync_v2", host, device),
+    "between": ("cuMemcpyAsync", host, device),
+}[way]
 while True:
-    for _ in range(8):
-        if sys.argv[1] == "in":
-            call("cuMemcpyHtoDAsync_v2", device, host, size, stream)
-        else:
-            call("cuMemcpyDtoHAsync_v2", host, device, size, stream)
+    for _ in range(ahead):
+        call(*copy, size, stream)
     call("cuStreamSynchronize", stream)
 "#;
+/// Large ones, a few ahead; small ones, a few thousand a second.
+const LARGE: &str = "262144 8";
+const SMALL: &str = "32768 64";
 
 /// What a tenant has copied in one direction, in bytes, and the most that it may, in bytes per second.
 fn copied(tenant: &Value, way: &str) -> (u64, Option<u64>) {
@@ -43,33 +48,32 @@ fn copied(tenant: &Value, way: &str) -> (u64, Option<u64>) {
     (bytes, copying["limit"].as_u64())
 }
 
-/// What a limited tenant copies in so long at least, in bytes per second, and the highest limit that it had meanwhile.
-fn limited(node: &Node, name: &str, way: &str, time: Duration) -> (f64, u64) {
+/// Two copies beside one, and is limited. Looks at a stretch of two seconds without a pause in that: limits are lifted now and then to
+/// measure the link.
+fn keeps_to_its_limit(node: &Node, way: &str) {
     let mut begun = None;
-    wait_for("a limit", 3 * PATIENCE, || {
+    let (part, rate, limit) = wait_for("a limit", 3 * PATIENCE, || {
         let now = Instant::now();
-        let (bytes, limit) = copied(&node.find_tenant(name)?, way);
+        let ps = node.ps();
+        let all = ps["tenants"].as_array()?;
+        let of = |name| Some(copied(all.iter().find(|it| it["name"] == name)?, way));
+        let ((one, _), (two, limit)) = (of("one")?, of("two")?);
         let Some(limit) = limit else {
             begun = None;
             return None;
         };
         // As if the first look had come at its end, and the last at its beginning.
-        let (since, before, most) = begun.unwrap_or((Instant::now(), bytes, limit));
-        begun = Some((since, before, limit.max(most)));
-        let passed = now.saturating_duration_since(since);
-        (passed >= time).then(|| {
-            let rate = (bytes - before) as f64 / passed.as_secs_f64();
-            (rate, limit.max(most))
-        })
-    })
-}
-
-/// How the link is divided is shown in virtual time; this, that the library keeps to it, however busy the machine is.
-fn is_limited(node: &Node, name: &str, way: &str) {
-    let (rate, limit) = limited(node, name, way, Duration::from_secs(2));
+        let (since, before, most) = begun.unwrap_or((Instant::now(), [one, two], limit));
+        let most = limit.max(most);
+        begun = Some((since, before, most));
+        let passed = now.saturating_duration_since(since).as_secs_f64();
+        let [one, two] = [one - before[0], two - before[1]].map(|it| it as f64);
+        (passed >= 2.0).then(|| (one / (one + two), two / passed, most))
+    });
     assert!(limit < LINK / 2, "{limit} {way}");
     let ahead = f64::from(2 << 20);
     assert!(rate <= limit as f64 + ahead, "{rate} of {limit} {way}");
+    assert!((0.65..0.85).contains(&part), "{part} {way}");
 }
 
 #[test]
@@ -80,11 +84,11 @@ fn copies_follow_guarantees_until_one_copies_alone() {
             return;
         };
         let start = |options: &str| {
-            Process::start(&mut node.tenant(options, &format!("{program} {argument}")))
+            Process::start(&mut node.tenant(options, &format!("{program} {argument} {LARGE}")))
         };
         let one = start("--name one --guaranteed 0.75");
         let _two = start("--name two --guaranteed 0.25");
-        is_limited(&node, "two", way);
+        keeps_to_its_limit(&node, way);
         let explained = node.gpumux(["explain", "two"]).run().ok().out;
         assert!(explained.contains("it copies"), "{explained}");
         one.kill();
@@ -201,37 +205,22 @@ fn every_copy_between_host_and_device_is_counted() {
     assert_eq!(counts(&found), expected);
 }
 
-/// Small copies without end, a few thousand a second.
-const SMALL: &str = r#"
-import sys
-use_device()
-size, stream = ctypes.c_size_t(32 << 10), ctypes.c_void_p()
-host, device = ctypes.c_void_p(), ctypes.c_uint64()
-call("cuStreamCreate", ctypes.byref(stream), 1)
-call("cuMemAllocHost_v2", ctypes.byref(host), size)
-call("cuMemAlloc_v2", ctypes.byref(device), size)
-while True:
-    for _ in range(64):
-        if sys.argv[1] == "known":
-            call("cuMemcpyDtoHAsync_v2", host, device, size, stream)
-        else:
-            call("cuMemcpyAsync", host, device, size, stream)
-    call("cuStreamSynchronize", stream)
-"#;
-
 #[test]
 fn many_small_copies_are_limited_like_large_ones() {
-    for argument in ["known", "between"] {
+    for argument in ["out", "between"] {
         let node = node();
-        let Some(program) = python(&node, SMALL) else {
+        let Some(program) = python(&node, COPIES) else {
             return;
         };
-        let small = format!("{program} {argument}");
-        let _two = Process::start(&mut node.tenant("--name two --guaranteed 0.25", &small));
+        let start = |options: &str, copies: &str| {
+            Process::start(&mut node.tenant(options, &format!("{program} {copies}")))
+        };
+        let _two = start(
+            "--name two --guaranteed 0.25",
+            &format!("{argument} {SMALL}"),
+        );
         node.wait_tenant("two", |it| copied(it, "to_host").0 > 0);
-        let program = python(&node, COPIES).expect("python3 is there");
-        let large = format!("{program} out");
-        let _one = Process::start(&mut node.tenant("--name one --guaranteed 0.75", &large));
-        is_limited(&node, "two", "to_host");
+        let _one = start("--name one --guaranteed 0.75", &format!("out {LARGE}"));
+        keeps_to_its_limit(&node, "to_host");
     }
 }

@@ -68,7 +68,7 @@ fn memory_that_a_program_maps_itself_moves_too() {
         }
         assert!(started.elapsed() < PATIENCE * 6, "they do not end");
     }
-    assert!(moves >= 1, "nobody was ever moved");
+    assert!(moves >= 1, "no memory was moved");
     assert_eq!(pinned, 0, "some of it was not movable");
     // If ever it was seen asleep.
     assert!(matches!(least, 0 | u64::MAX), "{least} bytes stayed");

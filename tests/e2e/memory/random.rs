@@ -31,7 +31,7 @@ fn random_programs_keep_every_byte_whenever_they_are_moved() {
         std::thread::sleep(Duration::from_millis(1));
         assert!(started.elapsed() < PATIENCE * 6, "they do not end");
     }
-    assert!(moves >= 1, "nobody was ever moved");
+    assert!(moves >= 1, "no memory was moved");
     for (_, process) in programs {
         verified(&process.finish());
     }

@@ -166,6 +166,6 @@ mod tests {
         assert_eq!(look(&[Some(0.25), Some(0.5)]), 0.0, "not foreign yet");
         assert_eq!(look(&[Some(0.25), Some(0.5)]), 0.75);
         assert_eq!(look(&[Some(0.0), Some(0.25)]), 0.25);
-        assert_eq!(look(&[Some(0.0), None]), 1.0, "nobody can tell");
+        assert_eq!(look(&[Some(0.0), None]), 1.0, "the driver does not tell");
     }
 }

@@ -379,7 +379,7 @@ async fn thousands_of_connections_leave_room_for_the_rest() {
             other => panic!("{other:?}"),
         }
     }
-    assert!(refusals > 0);
+    assert!(refusals >= 1000, "{refusals}");
     drop(crowd);
     node.until("all places are free", |node| node.sessions.count() == 0)
         .await;
