@@ -48,7 +48,7 @@ fn copied(tenant: &Value, way: &str) -> (u64, Option<u64>) {
     (bytes, copying["limit"].as_u64())
 }
 
-/// Two copies beside one, and is limited. Looks at a stretch of two seconds without a pause in that: limits are lifted now and then to
+/// Two copies beside one, and is limited. Looks at a stretch of four seconds without a pause in that: limits are lifted now and then to
 /// measure the link.
 fn keeps_to_its_limit(node: &Node, way: &str) {
     let mut begun = None;
@@ -68,7 +68,7 @@ fn keeps_to_its_limit(node: &Node, way: &str) {
         begun = Some((since, before, most));
         let passed = now.saturating_duration_since(since).as_secs_f64();
         let [one, two] = [one - before[0], two - before[1]].map(|it| it as f64);
-        if passed < 2.0 {
+        if passed < 4.0 {
             return None;
         }
         // On a machine that is busy otherwise the link is not full, and there is nothing to divide.
