@@ -128,8 +128,8 @@ fn limit_that_is_not_set_is_not_booked() {
     assert_eq!(adapted, Some(29));
 }
 
-/// Does with the library what NCCL 2.28 does: opens it, and reports a communicator of four ranks, calls and a launch. The kernel spins until
-/// the program gets a line.
+/// Does with the library what NCCL 2.28 does: opens it, and reports a communicator of four ranks, calls and a launch, once it gets a line. The
+/// kernel spins until it gets another.
 const NCCL: &str = r#"
 import os, sys
 class Event(ctypes.Structure):
@@ -163,6 +163,7 @@ def call_of(made):
     assert event(made).value is None
 stream = pointer()
 call("cuStreamCreate", ctypes.byref(stream), 1)
+sys.stdin.readline()
 call_of(Event(1 << 8, None, 0))
 call_of(Collective(1 << 9, None, 0, b"AllReduce", 1000, b"ncclFloat32", 0, stream, False))
 call_of(Collective(1 << 9, None, 0, b"AllReduce", 1000, b"ncclFloat32", 0, stream, True))
@@ -212,6 +213,9 @@ fn collectives_that_nccl_reports_are_counted() {
         return;
     };
     let mut process = Process::start(&mut node.tenant("--name job", &program));
+    // What was called before the daemon has the group is not counted.
+    node.wait_tenant("job", |it| it["domains"][0].is_object());
+    process.write("begin\n");
     process.wait_lines(1);
     let figures = |in_progress: bool| {
         let tenant = node.wait_tenant("job", |it| it["collectives"]["in_progress"] == in_progress);

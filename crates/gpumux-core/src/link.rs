@@ -4,10 +4,11 @@
 //! of a tenant. So the tenants that have more than their share are limited to it, and what they leave goes to the others.
 //!
 //! Neither what the link carries now nor how much a tenant would like to copy is known, only how much it has copied. Its kind tells only
-//! when it is surely not full. Both are found by a *trial*. While no tenant is limited, the sum of all rates is what the link carries. If a tenant has less than its share of that, the
-//! tenants above their shares are limited for one look, or for up to [`HOLDS`] until their limits take effect. If the first then copies
-//! more, the limits stay, and else they are lifted. A tenant that does not take its share although it could is *content*: for a while, what
-//! it does not use is the others'. Limits are renewed by a new trial every [`KEEP`], since the link may carry more or less by then.
+//! when it is surely not full. Both are found by a *trial*. While no tenant is limited, the sum of all rates is what the link carries. If
+//! a tenant has less than its share of that, the tenants above their shares are limited for up to [`HOLDS`]: what they queued before is
+//! copied first. If the first copies more by then, the limits stay, and else they are lifted, at once where it takes nothing at all. A
+//! tenant that does not take its share although it could is *content*: for a while, what it does not use is the others'. Limits are
+//! renewed by a new trial every [`KEEP`], since the link may carry more or less by then.
 //!
 //! Only while others are limited to their shares does a low rate show that a tenant is content. So nothing is ever lent by what it has
 //! while they have more: it would have less, and more would be lent.
@@ -33,6 +34,12 @@ const SHORT: f64 = 0.92;
 
 /// A trial succeeds if those that were short take at least this part of what the others left.
 const TAKEN: f64 = 0.25;
+
+/// The limits of a trial that take effect without that the others take at least this part are lifted at once.
+const NOTHING: f64 = 0.02;
+
+/// What two looks may differ by that show what the link carries.
+const ALIKE: f64 = 0.1;
 
 /// A content tenant is so no longer when its rate changes by this part of what the link carries.
 const CHANGE: f64 = 0.2;
@@ -83,6 +90,8 @@ enum Phase {
 struct Trial {
     had: Rates,
     entitled: Rates,
+    /// What the link carried.
+    carries: f64,
     /// By then its limits hold.
     until: Micros,
 }
@@ -160,16 +169,15 @@ impl Link {
     ) -> Rates {
         let carried: f64 = rates.values().sum();
         match std::mem::take(&mut self.phase) {
-            Phase::Trial(trial) if now < trial.until && !trial.holds(rates) => {
-                self.phase = Phase::Trial(trial);
-                return self.limits.clone();
-            }
             Phase::Trial(trial) if trial.succeeds(rates) => {
-                let carries = trial.had.values().sum();
                 self.phase = Phase::Kept {
                     since: now,
-                    carries,
+                    carries: trial.carries,
                 };
+            }
+            Phase::Trial(trial) if now < trial.until && !trial.is_vain(rates) => {
+                self.phase = Phase::Trial(trial);
+                return self.limits.clone();
             }
             Phase::Trial(Trial { had, entitled, .. }) => {
                 self.becomes_content(now, &had, &entitled);
@@ -179,19 +187,24 @@ impl Link {
             other => self.phase = other,
         }
         let kept = match self.phase {
-            Phase::Kept { carries, .. } => Some(carries),
+            Phase::Kept { since, carries } => Some((since, carries)),
             _ => None,
         };
         let slack = self.slack();
         self.content.retain(|tenant, it| {
             let rate = rates.get(tenant).copied().unwrap_or(0.0);
-            let grows = kept.map_or(CHANGE * carried, |carries| slack / 2.0 * carries);
+            let grows = kept.map_or(CHANGE * carried, |(_, carries)| slack / 2.0 * carries);
             (it.rate - CHANGE * carried..it.rate + grows).contains(&rate)
                 && now < it.until + it.pause
         });
-        let Some(carries) = kept else {
-            let entitled = self.entitled(now, carried, rates, shares);
-            let is_known = rates.keys().eq(self.before.keys()) && carried >= FULL * self.carries();
+        let Some((since, carries)) = kept else {
+            // Of two looks: programs that are limited no more may have queued much in one.
+            let before = self.before.values().sum::<f64>();
+            let carries = f64::midpoint(carried, before);
+            let entitled = self.entitled(now, carries, rates, shares);
+            let is_known = rates.keys().eq(self.before.keys())
+                && carries >= FULL * self.carries()
+                && (carried - before).abs() <= ALIKE * carried;
             let is_short = rates.iter().any(|it| is_short(&entitled, it));
             if !is_known || !is_short {
                 return Rates::new();
@@ -199,13 +212,17 @@ impl Link {
             let limits = above(rates, &entitled);
             self.phase = Phase::Trial(Trial {
                 had: rates.clone(),
+                carries,
                 entitled,
                 until: now + HOLDS,
             });
             return limits;
         };
-        let entitled = self.entitled(now, carries, rates, shares);
-        self.becomes_content(now, rates, &entitled);
+        // What those that are limited queued before is copied by then.
+        if since + HOLDS <= now {
+            let entitled = self.entitled(now, carries, rates, shares);
+            self.becomes_content(now, rates, &entitled);
+        }
         let entitled = self.entitled(now, carries, rates, shares);
         let has_more = |tenant: &TenantId, own: f64| rates[tenant] * SHORT > own;
         let limited = |(tenant, own): &(TenantId, f64)| {
@@ -280,12 +297,13 @@ impl Trial {
         (left, taken)
     }
 
-    /// Whether its limits hold.
-    fn holds(&self, has: &Rates) -> bool {
+    /// Whether its limits took effect, and the others take nothing.
+    fn is_vain(&self, has: &Rates) -> bool {
         let own = |tenant| self.entitled.get(tenant).copied().unwrap_or(f64::MAX);
         let had = self.had.iter();
         let over: f64 = had.map(|(tenant, had)| (had - own(tenant)).max(0.0)).sum();
-        self.moved(has).0 >= over / 2.0
+        let (left, taken) = self.moved(has);
+        left >= over / 2.0 && taken < NOTHING * left
     }
 
     /// Whether the others took what those left.

@@ -19,6 +19,10 @@ struct Model {
     limits: Rates,
     /// By how much counts differ from what was copied, and what decides by how much.
     uneven: (f64, u64),
+    /// For how long each tenant's copies occupy the link that it has submitted and that are not done.
+    ahead: f64,
+    /// Their bytes.
+    queued: Vec<f64>,
 }
 
 fn even(wants: &[f64]) -> Vec<f64> {
@@ -43,6 +47,8 @@ impl Model {
             now: Micros::ZERO,
             limits: Rates::new(),
             uneven: (0.0, 1),
+            ahead: 0.0,
+            queued: Vec::new(),
         }
     }
 
@@ -53,17 +59,45 @@ impl Model {
         1.0 + *by * ((*seed >> 33) as f64 / f64::from(1u32 << 30) - 1.0)
     }
 
+    /// What each tenant submits a second until the next look, and what is copied of it.
+    fn rates(&mut self, tenants: &[Copies]) -> (Vec<f64>, Vec<f64>) {
+        const PARTS: u32 = 100;
+        let limit = |at: usize| self.limits.get(&TenantId(at as u64)).copied();
+        let wants = tenants.iter().enumerate();
+        let wants: Vec<f64> = wants
+            .map(|(at, it)| it.wants.min(limit(at).unwrap_or(f64::MAX)))
+            .collect();
+        if self.ahead == 0.0 {
+            let got = even(&wants);
+            return (got.clone(), got);
+        }
+        self.queued.resize(tenants.len(), 0.0);
+        let part = LOOK.as_secs_f64() / f64::from(PARTS);
+        let (mut submitted, mut copied) = (vec![0.0; tenants.len()], vec![0.0; tenants.len()]);
+        for _ in 0..PARTS {
+            for at in 0..tenants.len() {
+                let room = (self.ahead * CARRIES - self.queued[at]).max(0.0);
+                let more = room.min(wants[at] * part);
+                self.queued[at] += more;
+                submitted[at] += more / LOOK.as_secs_f64();
+            }
+            let queued: Vec<f64> = self.queued.iter().map(|it| it / part).collect();
+            for (at, got) in even(&queued).into_iter().enumerate() {
+                self.queued[at] -= got * part;
+                copied[at] += got / f64::from(PARTS);
+            }
+        }
+        (submitted, copied)
+    }
+
     /// What each tenant has in the next look.
     fn step(&mut self, tenants: &[Copies]) -> Vec<f64> {
         let id = |at: usize| TenantId(at as u64);
-        let limit = |at: usize| self.limits.get(&id(at)).copied().unwrap_or(f64::MAX);
-        let wants = tenants.iter().enumerate();
-        let wants: Vec<f64> = wants.map(|(at, it)| it.wants.min(limit(at))).collect();
-        let got = even(&wants);
+        let (submitted, got) = self.rates(tenants);
         self.now += LOOK;
         assert!(self.link.is_due(self.now));
         let mut bytes = Vec::new();
-        for rate in &got {
+        for rate in &submitted {
             bytes.push((rate * self.counted() * LOOK.as_secs_f64()) as u64);
         }
         let copied = bytes
@@ -176,6 +210,19 @@ fn copies_that_are_queued_far_ahead_do_not_hide_a_full_link() {
     let both = [copies(0.7, ALL), copies(0.3, ALL)];
     model.run(SETTLES + 1, &both);
     near(&model.run(LONG, &both), &[0.7, 0.3], 0.01);
+}
+
+/// While what a limited tenant queued before is copied, the others cannot have more.
+#[test]
+fn shares_hold_although_copies_are_queued_ahead() {
+    for ahead in [0.05, 0.1, 0.15] {
+        let mut model = Model::new();
+        model.ahead = ahead;
+        let both = [copies(0.7, ALL), copies(0.3, ALL)];
+        model.run(SETTLES + 2, &both);
+        near(&model.run(5, &both), &[0.7, 0.3], 0.02);
+        near(&model.run(LONG, &both), &[0.7, 0.3], 0.03);
+    }
 }
 
 #[test]
