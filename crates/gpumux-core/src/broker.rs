@@ -103,7 +103,7 @@ pub const BACKOFF: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(6
 /// How long a tenant must have been idle at least to count as idle.
 pub const IDLE: Micros = Micros::from_millis(200);
 /// Host memory comes in multiples of this, where the limit allows it.
-const HOST_PIECE: u64 = 256 << 20;
+pub const HOST_PIECE: u64 = 32 << 20;
 /// Speed of a move that is assumed before one was measured, in bytes per µs: a PCIe 5 link's 50 GB/s, as measured on H100 and H200.
 pub const SPEED: u64 = 50_000;
 

@@ -63,7 +63,7 @@ pub const MAX_PACKET: usize = 16 * 1024;
 pub const MAX_CHANNELS: usize = 512;
 
 /// Host memory for moved memory is made in multiples of this, where the limit allows it.
-pub const HOST_PIECE: u64 = 256 << 20;
+pub const HOST_PIECE: u64 = 32 << 20;
 
 /// Most domains of one session.
 pub const MAX_DOMAINS: usize = 256;

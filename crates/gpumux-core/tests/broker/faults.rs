@@ -2,7 +2,7 @@
 
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
-    broker::{CLOSED, Event, FREEZE, HEDGE, LOOK, MoveError, ProcessId, TRIM, Terms},
+    broker::{CLOSED, Event, FREEZE, HEDGE, HOST_PIECE, LOOK, MoveError, ProcessId, TRIM, Terms},
     ledger::{Holding, Share},
 };
 
@@ -255,7 +255,7 @@ pub(crate) fn a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_
     let granted = world.grants.get(&(process, 1)).copied();
     assert_eq!(granted, Some(2 * GIB));
     assert!(
-        world.broker.on_host().0 <= 2 * GIB + (256 << 20),
+        world.broker.on_host().0 <= 2 * GIB + HOST_PIECE,
         "{:?}",
         world.broker.on_host()
     );

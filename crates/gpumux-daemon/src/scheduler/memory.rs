@@ -9,11 +9,11 @@ use std::{
 
 use gpumux_core::{
     Demand, Micros, TenantId, TenantSpec,
-    broker::{Activity, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Terms},
+    broker::{self, Activity, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Terms},
     controller,
     recording::Line,
 };
-use gpumux_wire::Daemon;
+use gpumux_wire::{Daemon, message};
 
 use super::{
     model::{Answer, Happening},
@@ -25,6 +25,8 @@ use crate::{api::types, config::HostMemory, link::SessionId};
 
 /// The log says not more often than this that the host is full.
 const HOST_FULL_PAUSE: Micros = Micros::from_secs(60);
+// What the broker plans with is what the processes do.
+const _: () = assert!(broker::HOST_PIECE == message::HOST_PIECE);
 /// How often groups that are to be frozen are looked at.
 const FREEZING: Micros = Micros::from_millis(1);
 

@@ -14,6 +14,8 @@ pub(super) const HUGE: usize = 2 << 20;
 const HUGETLBFS: u32 = 0x9584_58f6;
 /// Most threads that make host memory ready.
 const POPULATORS: usize = 8;
+/// A thread does at least so much of it.
+const PART: usize = 32 << 20;
 
 /// New memory, which no other process can reach: the process's own, or that of a file without a name.
 pub(super) fn map(bytes: usize, location: Option<&Path>) -> io::Result<*mut c_void> {
@@ -61,7 +63,7 @@ pub(super) fn populate(at: usize, bytes: usize) -> bool {
 /// Does something to all parts of so many bytes, given their offset and length, on several CPUs. Whether all say so.
 pub(super) fn spread(bytes: usize, work: impl Fn(usize, usize) -> bool + Sync) -> bool {
     let threads = std::thread::available_parallelism().map_or(1, |it| it.get().min(POPULATORS));
-    let part = bytes.div_ceil(threads).next_multiple_of(PIECE / POPULATORS);
+    let part = bytes.div_ceil(threads).next_multiple_of(PART);
     std::thread::scope(|scope| {
         let work = &work;
         let parts = (0..bytes).step_by(part);
