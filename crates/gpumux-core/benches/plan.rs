@@ -88,6 +88,7 @@ fn controller(tenants: u64) -> Controller {
             demand: Demand::Busy,
             timeslice: Timeslice::DEFAULT,
             default: Timeslice::DEFAULT,
+            run: RunState::Enabled,
         };
         controller.handle(Micros::ZERO, Event::Came(new));
     }

@@ -32,6 +32,8 @@ pub(crate) struct Client {
     owner: usize,
     pub(crate) slice: u64,
     pub(crate) frozen: bool,
+    /// How often it was set running.
+    pub(crate) thaws: u32,
     /// What the driver answers to its controls instead.
     pub(crate) refuses: Option<RmStatus>,
 }
@@ -116,6 +118,7 @@ fn answer(file: &OwnedFd, connection: usize, clients: &Mutex<BTreeMap<u32, Clien
         owner: connection,
         slice: 2048,
         frozen: false,
+        thaws: 0,
         refuses: None,
     });
     let status = match client.owner == connection {
@@ -182,6 +185,7 @@ fn act(client: &mut Client, control: &Control, params: &mut [u8]) -> RmStatus {
                 }
             }
             client.frozen = list.disable == 1;
+            client.thaws += u32::from(!client.frozen);
         }
         _ => return RmStatus::OBJECT_NOT_FOUND,
     }

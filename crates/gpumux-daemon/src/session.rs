@@ -3,7 +3,7 @@
 //! own session.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::PathBuf,
@@ -15,7 +15,7 @@ use std::{
 };
 
 use gpumux_core::{
-    TenantId, Timeslice,
+    RunState, TenantId, Timeslice,
     broker::{Event, ProcessId, RETURN},
     runlist::Mechanism,
 };
@@ -346,6 +346,7 @@ impl Sessions {
             process: peer.fd.as_ref(),
             keys: BTreeMap::new(),
             rejected: 0,
+            away: BTreeSet::new(),
             refused: Refused::default(),
             kept: Vec::new(),
             rate: self.rate(tenant),
@@ -461,6 +462,8 @@ struct Session<'a> {
     /// Its groups: whether each is a compute group.
     keys: BTreeMap<u32, bool>,
     rejected: usize,
+    /// Devices of which it has memory on the host: a compute group that it announces must not run.
+    away: BTreeSet<String>,
     refused: Refused,
     /// Files that its memory lives with, if it shares a group.
     kept: Vec<OwnedFd>,
@@ -633,6 +636,15 @@ impl Session<'_> {
             | Shim::Introduced
             | Shim::Delayed { .. } => self.sessions.sharing.handle(id, &packet, None),
             packet => {
+                if let Shim::Holds {
+                    device, swapped, ..
+                } = &packet
+                {
+                    match *swapped > 0 && self.away.len() < MAX_DOMAINS {
+                        true => self.away.insert(device.clone()),
+                        false => self.away.remove(device),
+                    };
+                }
                 if let Some(event) = memory::event(id, packet) {
                     scheduler
                         .ask(|answer| Command::Memory(event, answer))
@@ -715,7 +727,12 @@ impl Session<'_> {
             handles: (handles.client, handles.group),
         };
         let (vendor, emulated) = (self.sessions.vendor, self.sessions.emulated.clone());
-        let examine = move || verify(vendor, file, handles, emulated.as_deref());
+        // Copies are never frozen.
+        let run = match self.away.is_empty() || engine != gpumux_rm::layout::engine::GR0 {
+            true => RunState::Enabled,
+            false => RunState::Frozen,
+        };
+        let examine = move || verify(vendor, file, handles, run, emulated.as_deref());
         let examined = tokio::task::spawn_blocking(examine).await;
         if shared {
             match self
@@ -739,7 +756,9 @@ impl Session<'_> {
         let default = Some(Timeslice(default)).filter(|slice| slices.contains(slice));
         let default = default.unwrap_or(Timeslice::DEFAULT);
         let verified = match examined.map_err(|_| Stopped)? {
-            Ok(verified) if self.launches_instead(shared, true) => {
+            Ok(verified)
+                if verified.run == RunState::Enabled && self.launches_instead(shared, true) =>
+            {
                 let (why, device) = ("the daemon's `mechanism` is `launches`", verified.device);
                 return self.offer((key, engine), why, Some(device), default, socket);
             }
@@ -782,6 +801,7 @@ impl Session<'_> {
             shared,
             timeslice: verified.timeslice,
             default,
+            run: verified.run,
             launches: None,
         };
         self.add(group).await
@@ -859,6 +879,7 @@ impl Session<'_> {
             shared: false,
             timeslice: default,
             default,
+            run: RunState::Enabled,
             launches: Some(launches),
         };
         self.add(group).await

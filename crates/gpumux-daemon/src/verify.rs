@@ -11,7 +11,7 @@ use std::{
     path::Path,
 };
 
-use gpumux_core::Timeslice;
+use gpumux_core::{RunState, Timeslice};
 use gpumux_rm::{
     Cause, ControlFailure, Controls, Group, RmControls,
     emulated::EmulatedFile,
@@ -37,6 +37,8 @@ pub(crate) struct Verified {
     /// Whether that is the emulated one.
     pub(crate) emulated: bool,
     pub(crate) timeslice: Timeslice,
+    /// What it does now.
+    pub(crate) run: RunState,
 }
 
 /// Why a group does not count.
@@ -87,7 +89,7 @@ pub(crate) fn nvidia(
     Ok((controls, !real))
 }
 
-/// Examines a group. Takes as long as a few controls: not for the event loop.
+/// Examines a group, which does as `run` says from then on. Takes as long as a few controls: not for the event loop.
 ///
 /// # Errors
 /// When it is not what it is said to be.
@@ -95,11 +97,12 @@ pub(crate) fn verify(
     vendor: Vendor,
     file: OwnedFd,
     group: Group,
+    run: RunState,
     emulated: Option<&Path>,
 ) -> Result<Verified, Rejection> {
     let client = group.client;
     let (controls, emulated) = vendor(file, group, emulated)?;
-    examine(controls, emulated).map_err(|rejection| match rejection {
+    examine(controls, emulated, run).map_err(|rejection| match rejection {
         Rejection::Control(error) if error.cause == Cause::NotOwner => Rejection::NotOwner(client),
         other => other,
     })
@@ -125,7 +128,11 @@ impl From<ControlFailure> for Rejection {
     }
 }
 
-fn examine(controls: Box<dyn Controls>, emulated: bool) -> Result<Verified, Rejection> {
+fn examine(
+    controls: Box<dyn Controls>,
+    emulated: bool,
+    run: RunState,
+) -> Result<Verified, Rejection> {
     // Client and subdevice, then client and group, then the channels, of which one
     // that an earlier daemon left frozen runs again.
     let device = controls.device_uuid()?;
@@ -133,12 +140,16 @@ fn examine(controls: Box<dyn Controls>, emulated: bool) -> Result<Verified, Reje
         return Err(Rejection::NoDevice);
     }
     let timeslice = Timeslice(controls.timeslice()?);
-    controls.thaw()?;
+    match run {
+        RunState::Enabled => controls.thaw()?,
+        RunState::Frozen => controls.freeze()?,
+    }
     Ok(Verified {
         controls,
         device,
         emulated,
         timeslice,
+        run,
     })
 }
 

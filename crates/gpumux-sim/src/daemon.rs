@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use gpumux_core::controller::{Controller, Event, NewDomain, Outcome};
 use gpumux_core::policy::Bound;
 use gpumux_core::{
-    Control, Costs, Demand, DomainId, Micros, Policy, Progress, Snapshot, TenantId, TenantSpec,
-    Timeslice, UserId,
+    Control, Costs, Demand, DomainId, Micros, Policy, Progress, RunState, Snapshot, TenantId,
+    TenantSpec, Timeslice, UserId,
 };
 
 use crate::gpu::{Gpu, GroupId, Nanos};
@@ -99,6 +99,7 @@ impl Daemon {
             demand: Demand::Unknown,
             timeslice: Timeslice::DEFAULT,
             default: Timeslice::DEFAULT,
+            run: RunState::Enabled,
         };
         self.controller.handle(micros(now), Event::Came(new));
     }

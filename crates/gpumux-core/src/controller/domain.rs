@@ -39,6 +39,9 @@ pub struct NewDomain {
     pub timeslice: Timeslice,
     /// The timeslice that the driver library gave it.
     pub default: Timeslice,
+    /// Frozen: its memory was away when it came.
+    #[serde(default)]
+    pub run: RunState,
 }
 
 /// A domain under control.
@@ -94,7 +97,7 @@ impl Domain {
                 tolerated: None,
                 received: Micros::ZERO,
                 timeslice: new.timeslice,
-                run: RunState::Enabled,
+                run: new.run,
                 pinned: None,
             },
             group: new.group,
@@ -111,7 +114,7 @@ impl Domain {
             last_fault: None,
             before,
             busy: Micros::ZERO,
-            frozen: (None, Micros::ZERO),
+            frozen: ((new.run == RunState::Frozen).then_some(now), Micros::ZERO),
         }
     }
 

@@ -240,6 +240,7 @@ impl World {
                 demand: Demand::Idle,
                 timeslice: Timeslice::DEFAULT,
                 default: Timeslice::DEFAULT,
+                run: RunState::Enabled,
             };
             self.controller.handle(self.now, Event::Came(new));
         }

@@ -54,6 +54,8 @@ pub(crate) struct NewGroup {
     pub(crate) timeslice: Timeslice,
     /// The slice that the driver library gave it.
     pub(crate) default: Timeslice,
+    /// Whether it is frozen.
+    pub(crate) run: RunState,
     /// What replaces its controls, if they are not used.
     pub(crate) launches: Option<Launches>,
 }

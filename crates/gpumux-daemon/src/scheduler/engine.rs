@@ -7,7 +7,7 @@ use std::{
 };
 
 use gpumux_core::{
-    Demand, DomainId, Micros, TenantId, TenantSpec,
+    Demand, DomainId, Micros, RunState, TenantId, TenantSpec,
     admission::{Most, Refusal, UserPolicy},
     broker::{Event, ProcessId},
     controller::{self, NewDomain},
@@ -394,7 +394,7 @@ impl Engine {
         };
         device.emulated |= group.emulated;
         let (tenant, name) = (group.tenant, group.device.clone());
-        let (timeslice, default) = (group.timeslice, group.default);
+        let (timeslice, default, run) = (group.timeslice, group.default, group.run);
         let mut domain = Domain::new(id, group, now);
         if let Some(met) = self.state.sessions.get(&session) {
             domain.epoch = met.epoch;
@@ -408,12 +408,13 @@ impl Engine {
             demand: domain.demand(),
             timeslice,
             default,
+            run,
         };
         self.state
             .controller
             .handle(now, controller::Event::Came(new));
         let came = Now {
-            frozen: false,
+            frozen: run == RunState::Frozen,
             timeslice_us: timeslice.0,
             demand: domain.demand(),
             reason: domain.reason,

@@ -294,6 +294,7 @@ impl Bench {
             shared: false,
             timeslice: Timeslice(2048),
             default: Timeslice(2048),
+            run: gpumux_core::RunState::Enabled,
             launches: None,
         }
     }

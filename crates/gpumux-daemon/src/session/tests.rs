@@ -210,6 +210,38 @@ async fn a_session_brings_its_groups_and_takes_them_away() {
         .await;
 }
 
+/// A kernel in the middle of its work would touch memory that is not there.
+#[tokio::test(flavor = "multi_thread")]
+async fn group_whose_memory_is_away_never_runs() {
+    let node = Node::start(16).await;
+    for (client, swapped) in [(1, 0), (2, 1 << 20)] {
+        let session = node.session().await;
+        let file = node.driver.open();
+        let holds = Shim::Holds {
+            device: "GPU-0".into(),
+            total: 1 << 30,
+            movable: 0,
+            pinned: 0,
+            swapped,
+        };
+        send(&session, &holds, None);
+        send(&session, &fake::group(0, client), Some(file.as_fd()));
+        node.until_domains(1).await;
+        let frozen = |node: &Node| node.driver.clients()[&client].frozen;
+        if swapped > 0 {
+            node.until("it is frozen", frozen).await;
+        }
+        let thaws = node.driver.clients()[&client].thaws;
+        assert_eq!(
+            thaws > 0,
+            swapped == 0,
+            "an earlier daemon may have frozen it"
+        );
+        drop(session);
+        node.until_domains(0).await;
+    }
+}
+
 /// The welcome that a library of this revision gets, and its lease.
 async fn welcome(node: &Node, revision: u64) -> (OwnedFd, Option<OwnedFd>) {
     let session = node.connect();

@@ -216,6 +216,30 @@ fn group_without_memory_is_frozen_when_its_stuck_controls_end() {
     assert_eq!(bench.domain(3).frozen, bench.hardware().groups[&3].frozen);
 }
 
+/// As a daemon finds it after one that was killed.
+#[test]
+fn group_that_comes_frozen_runs_once_its_memory_is_there() {
+    for away in [false, true] {
+        let mut bench = Bench::new();
+        bench.spec(1, TenantSpec::default()).unwrap();
+        bench.park(TenantId(1), away);
+        let run = gpumux_core::RunState::Frozen;
+        let group = NewGroup {
+            run,
+            ..bench.group(1, 1, 1)
+        };
+        bench.hardware().groups.get_mut(&1).unwrap().frozen = true;
+        bench.engine.add(group).unwrap();
+        bench.pages.last().unwrap().slot(1).unwrap().submit();
+        bench.run(Micros::from_millis(100));
+        assert_eq!(bench.take_pulls().contains(&Pull::Thaw(1)), !away);
+        assert_eq!(bench.hardware().groups[&1].frozen, away);
+        bench.park(TenantId(1), false);
+        bench.run(Micros::from_millis(100));
+        assert!(!bench.hardware().groups[&1].frozen);
+    }
+}
+
 #[test]
 fn copy_group_is_left_alone() {
     let mut bench = Bench::new();
