@@ -64,6 +64,34 @@ fn a_sleeper_that_is_killed_leaves_nothing() {
     verified(&node.tenant("--name next", &program(5, "32MiB", 300)).run());
 }
 
+/// Its program gets the driver's error, as without gpumux.
+#[test]
+fn a_sleeper_whose_device_is_lost_ends() {
+    const PROGRAM: &str = r#"
+use_device()
+memory, size = ctypes.c_uint64(), ctypes.c_size_t(64 << 20)
+call("cuMemAlloc_v2", ctypes.byref(memory), size)
+input()
+call("cuMemsetD8_v2", memory, 7, size)
+"#;
+    if real() {
+        eprintln!("SKIPPED: a real device is not lost at will");
+        return;
+    }
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut program = Process::start(&mut node.tenant("--name lost", &program));
+    node.wait_tenant("lost", |it| bytes(it, "in_use") >= 64 << 20);
+    assert!(sleeps(&node, "lost"));
+    let server = Pid::from_raw(node.emulated_pid() as i32).expect("it runs");
+    kill_process(server, Signal::KILL).expect("it is killed");
+    program.write("\n");
+    let ended = program.finish_within(PATIENCE * 3);
+    assert!(ended.err.contains("cuMemsetD8_v2 answers"), "{ended:?}");
+}
+
 /// What the library calls while it moves memory: all steps of a way out and back.
 const STEPS: [(&str, u32); 11] = [
     ("cuMemHostRegister_v2", 1),

@@ -616,12 +616,15 @@ fn await_copies() -> Result<(), String> {
     result
 }
 
-/// Whether a context can do nothing any more but tell its error.
+/// Whether a context can do nothing any more but tell its error, which may also be that its device is lost.
 fn is_broken() -> bool {
+    // `CUDA_ERROR_DEVICE_UNAVAILABLE`, `ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`, `CONTAINED`, `UNKNOWN`
+    let is_lost = |it| matches!(it, 46 | 214 | 220 | 721 | 999);
     streams().into_iter().any(|(context, stream)| {
         // SAFETY: a stream of ours, in its context.
         let query = || Some(unsafe { stream_query()?(stream) });
-        within(context, query).flatten().is_some_and(work::is_fatal)
+        let answer = within(context, query).flatten();
+        answer.is_some_and(|it| work::is_fatal(it) || is_lost(it))
     })
 }
 
