@@ -3,7 +3,7 @@
 use gpumux_fleet::{
     engine::Moves,
     model::{Demand, NodeSpec},
-    replay::{self, Policy},
+    replay::{Policy, Replay},
     rules::Rule,
 };
 
@@ -31,10 +31,9 @@ fn replay_of_the_sample_orders_the_policies() {
     let (specs, workload) = sample();
     let allocated = |policy| {
         let runs = (0..4).map(|seed| {
-            replay::run(&specs, &workload, policy, seed)
-                .at(130)
-                .unwrap()
-                .allocated
+            let mut replay = Replay::new(&specs, &workload, policy, seed);
+            while replay.step().is_some() {}
+            replay.result().at(130).unwrap().allocated
         });
         runs.sum::<f64>() / 4.0
     };
