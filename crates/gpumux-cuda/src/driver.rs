@@ -91,8 +91,6 @@ driver_functions! {
     cuCheckpointProcessCheckpoint(pid: c_int, args: *const c_void);
     cuCheckpointProcessRestore(pid: c_int, args: *const c_void);
     cuCheckpointProcessUnlock(pid: c_int, args: *const c_void);
-    cuDriverGetVersion(version: *mut c_int);
-    cuGetProcAddress_v2(symbol: *const c_char, function: *mut *mut c_void, version: c_int, flags: u64, status: *mut c_int);
 
     cuDeviceGetCount(count: *mut c_int);
     cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
@@ -113,7 +111,6 @@ driver_functions! {
     cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     cuModuleUnload(module: CUmodule);
     cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
-    cuModuleGetGlobal_v2(address: *mut CUdeviceptr, bytes: *mut usize, module: CUmodule, name: *const c_char);
 
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
@@ -128,7 +125,6 @@ driver_functions! {
     cuMemcpyHtoD_v2(to: CUdeviceptr, from: *const c_void, bytes: usize);
     cuMemcpyDtoH_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
-    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemsetD8Async(address: CUdeviceptr, value: u8, count: usize, stream: CUstream);
     cuMemsetD32Async(address: CUdeviceptr, value: c_uint, count: usize, stream: CUstream);
 
@@ -213,17 +209,6 @@ impl Driver {
         // SAFETY: 0 is the only flag CUDA defines.
         unsafe { driver.cuInit(0) }?;
         Ok(driver)
-    }
-
-    /// The CUDA version that the driver supports, as 1000 × major + 10 × minor.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn version(&self) -> Result<i32, Error> {
-        let mut version = 0;
-        // SAFETY: the pointer is valid for the call.
-        unsafe { self.cuDriverGetVersion(&mut version) }?;
-        Ok(version)
     }
 
     fn check(&self, call: &'static str, code: CUresult) -> Result<(), Error> {

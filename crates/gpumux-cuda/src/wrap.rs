@@ -113,14 +113,6 @@ impl Device {
         let count = self.attribute(DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok(u32::try_from(count).unwrap_or(1).max(1))
     }
-
-    /// Memory in bytes.
-    pub fn total_memory(&self) -> Result<usize> {
-        let mut bytes = 0;
-        // SAFETY: the pointer is valid for the call.
-        unsafe { self.driver.cuDeviceTotalMem_v2(&mut bytes, self.handle) }?;
-        Ok(bytes)
-    }
 }
 
 fn format_uuid(prefix: &str, uuid: &CUuuid) -> String {
@@ -270,11 +262,6 @@ impl Stream {
             context: context.clone(),
             handle,
         })
-    }
-
-    /// CUDA's handle.
-    pub fn raw(&self) -> CUstream {
-        self.handle
     }
 
     /// Whether all work submitted so far is done.
@@ -472,15 +459,6 @@ impl Event {
                 .driver()
                 .cuEventRecord(self.handle, stream.handle)
         }
-    }
-
-    /// Whether the mark was reached.
-    ///
-    /// # Errors
-    /// The driver's, among them faults of earlier work.
-    pub fn is_done(&self) -> Result<bool> {
-        // SAFETY: the handle is alive.
-        ready(unsafe { self.context.driver().cuEventQuery(self.handle) })
     }
 
     /// Waits until the mark is reached, without a bound.
@@ -700,16 +678,6 @@ impl HostBuffer {
             memory,
             bytes,
         })
-    }
-
-    /// Where it starts; the device may be writing to it.
-    pub fn as_ptr(&self) -> *mut c_void {
-        self.memory
-    }
-
-    /// How long it is.
-    pub fn bytes(&self) -> usize {
-        self.bytes
     }
 }
 

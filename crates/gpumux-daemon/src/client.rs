@@ -120,11 +120,6 @@ impl Client {
         }
     }
 
-    /// For the daemon that serves this user: see [`paths::find`].
-    pub fn find() -> Self {
-        Self::new(paths::find())
-    }
-
     /// What the daemon is and does.
     pub async fn status(&self) -> Result<Status, ClientError> {
         self.get("/v1/status").await

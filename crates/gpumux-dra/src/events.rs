@@ -32,8 +32,6 @@ pub enum Happened {
     DeviceFault,
     /// Its device works again.
     DeviceRecovered,
-    /// A container uses several tenants of the claim at once.
-    AmbiguousRequest,
 }
 
 impl Happened {
@@ -44,7 +42,6 @@ impl Happened {
             Self::StatusRefused => "StatusRefused",
             Self::DeviceFault => "DeviceFault",
             Self::DeviceRecovered => "DeviceRecovered",
-            Self::AmbiguousRequest => "AmbiguousRequest",
         }
     }
 

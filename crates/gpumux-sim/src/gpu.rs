@@ -64,13 +64,8 @@ impl Gpu {
         &self.hardware
     }
 
-    /// Until when it was advanced.
-    pub fn now(&self) -> Nanos {
-        self.now
-    }
-
     /// Works off everything up to and including `to`, and returns what happened, in order; also what
-    /// calls since the last advance completed at once. An earlier `to` than [`Gpu::now`] changes nothing.
+    /// calls since the last advance completed at once. An earlier `to` than the last changes nothing.
     pub fn advance(&mut self, to: Nanos) -> Vec<Event> {
         while let Some(at) = self.next_change().filter(|at| *at <= to) {
             self.pass(at);
@@ -251,14 +246,6 @@ impl Gpu {
         Ok(())
     }
 
-    /// A group's slice.
-    ///
-    /// # Errors
-    /// When there is no such group.
-    pub fn timeslice(&self, group: GroupId) -> Result<Timeslice, GpuError> {
-        Ok(self.group(group)?.timeslice)
-    }
-
     /// Takes a group off its engine, in the middle of kernels if need be, until [`Gpu::thaw`].
     /// The engine needs a switch's time; the group's work stands still at once.
     ///
@@ -284,7 +271,7 @@ impl Gpu {
         Ok(self.group(group)?.frozen)
     }
 
-    /// Submits work to a group, behind everything in the stream, at [`Gpu::now`].
+    /// Submits work to a group, behind everything in the stream, at the time of the last [`Gpu::advance`].
     ///
     /// # Errors
     /// When there is no such group or stream.
@@ -431,11 +418,6 @@ impl Gpu {
     /// When there is no such group.
     pub fn has_work(&self, group: GroupId) -> Result<bool, GpuError> {
         Ok(!self.group(group)?.ready.is_empty())
-    }
-
-    /// The group that an engine runs now; `None` while it switches or has no work.
-    pub fn running(&self, engine: Engine) -> Option<GroupId> {
-        self.schedulers[&engine].running()
     }
 
     fn fresh(&mut self) -> u64 {

@@ -108,12 +108,6 @@ impl Permits {
             let _ = futex::wake(place, Flags::empty(), i32::MAX as u32);
         }
     }
-
-    /// What that is.
-    pub fn get(&self, key: u32) -> Option<Word> {
-        let word = self.0.words.get(key as usize)?;
-        Some(Word::unpack(word.load(Ordering::Acquire)))
-    }
 }
 
 /// A process's side.
@@ -181,7 +175,6 @@ mod tests {
                 let word = Word { permit, watched };
                 daemon.set(63, word);
                 assert_eq!(process.word(63), word);
-                assert_eq!(daemon.get(63), Some(word));
             }
         }
         daemon.set(SLOTS as u32, HELD);

@@ -11,7 +11,7 @@
 //! | `gpumux_add_u32` | `u64 ptr, u32 value, u64 n` | adds `value` to every element |
 //! | `gpumux_rounds_u32` | `u64 ptr, u64 n, u32 rounds` | adds 1 to every element, round by round |
 //! | `gpumux_sum_u32` | `u64 ptr, u64 n, u64 out` | adds the sum of all elements to the `u64` at `out` |
-//! | `gpumux_sweep_u32` | `u64 ptr, u32 value, u64 n, u64 out` | counts the elements that are not [`swept`] of their index and `value` at the `u64` at `out`; all become that of `value + 1` |
+//! | `gpumux_sweep_u32` | `u64 ptr, u32 value, u64 n, u64 out` | counts the elements that are not a hash of their index plus `value` at the `u64` at `out`; all become that of `value + 1` |
 //! | `gpumux_read_u32` | `u64 ptr, u64 n, u32 times, u64 out` | reads every element so many times, as fast as the memory can |
 //! | `gpumux_pointers` | eight `u64` | nothing, for measuring launches; interpreted by the emulated device |
 //! | `gpumux_trap` | | faults the context |
@@ -248,11 +248,6 @@ impl Gpu {
                 .launch(function, shape.blocks, shape.threads, arguments)
         }
     }
-}
-
-/// What `gpumux_sweep_u32` expects at an index.
-pub fn swept(index: u64, value: u32) -> u32 {
-    ((index.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32).wrapping_add(value)
 }
 
 fn elements(buffer: &DeviceBuffer) -> (Arg, Arg) {

@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use gpumux_cuda::{DeviceBuffer, Graph, Mapping};
+use gpumux_cuda::{DeviceBuffer, Graph, Mapping, types::ERROR_OUT_OF_MEMORY};
 
 use crate::{Memory, Report, hints::symbol, kernels::Gpu, report::Verified, stopped};
 
@@ -15,8 +15,6 @@ const DEFAULT_MEMORY: usize = 64 << 20;
 const PIECE: usize = 2 << 20;
 /// Most buffers at a time.
 const BUFFERS: u64 = 24;
-/// `CUDA_ERROR_OUT_OF_MEMORY`
-const OUT_OF_MEMORY: i32 = 2;
 
 /// Numbers that look random (splitmix64), after some that are given.
 struct Dice(u64, VecDeque<u64>);
@@ -124,7 +122,7 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
                         });
                     }
                     // Beyond a limit: what is there must go on.
-                    Err(error) if error.code() == Some(OUT_OF_MEMORY) => {
+                    Err(error) if error.code() == Some(ERROR_OUT_OF_MEMORY) => {
                         report.late = Some(report.late.unwrap_or(0) + 1)
                     }
                     Err(error) => return Err(error).context("cannot allocate"),

@@ -148,13 +148,6 @@ pub struct Progress {
     pub total: u64,
 }
 
-impl Progress {
-    /// Between 0 and 1.
-    pub fn fraction(self) -> f64 {
-        self.done as f64 / self.total as f64
-    }
-}
-
 /// A name that the model does not know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GpuError {

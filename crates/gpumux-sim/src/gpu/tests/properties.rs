@@ -89,10 +89,10 @@ fn run(ops: &[Op], step: Nanos) -> (Vec<Event>, Vec<Received>) {
             }
             Op::Abort(group) => gpu.abort(groups[group]).unwrap(),
             Op::Pass(time) => {
-                let end = gpu.now() + time;
-                while gpu.now() < end {
+                let end = gpu.now + time;
+                while gpu.now < end {
                     let promised = gpu.next_event();
-                    let to = end.min(gpu.now().saturating_add(step));
+                    let to = end.min(gpu.now.saturating_add(step));
                     let new = gpu.advance(to);
                     if let Some(first) = new.first() {
                         assert!(promised.unwrap() <= first.at, "came before it was due");

@@ -61,7 +61,7 @@ fn kernels_bound_by_memory_share_its_bandwidth() {
     };
     // How long each takes, in the order in which they end.
     let took = |gpu: &mut Gpu| -> Vec<Nanos> {
-        let begun = gpu.now();
+        let begun = gpu.now;
         let ends = gpu.advance(begun + 10 * MILLI);
         ends.iter().map(|event| event.at - begun).collect()
     };
