@@ -160,18 +160,13 @@ fn send<T>(answer: Answer<T>, with: T) {
 }
 
 impl Command {
+    #[expect(clippy::unit_arg, reason = "an answer without contents")]
     pub(super) fn carry_out(self, engine: &mut Engine) {
         match self {
             Self::Nothing(answer) => send(answer, ()),
             Self::Standing(answer) => send(answer, engine.standing()),
-            Self::Stopped(stopped, answer) => {
-                engine.set_stopped(&stopped);
-                send(answer, ());
-            }
-            Self::KnowDevices(known, answer) => {
-                engine.know_devices(known);
-                send(answer, ());
-            }
+            Self::Stopped(stopped, answer) => send(answer, engine.set_stopped(&stopped)),
+            Self::KnowDevices(known, answer) => send(answer, engine.know_devices(known)),
             Self::Numbers(answer) => send(answer, engine.admission.numbers.clone()),
             Self::Sms(devices, answer) => {
                 let all = engine.admission.sms.iter();
@@ -185,10 +180,7 @@ impl Command {
                 engine.state.report_to(happenings);
                 send(answer, ());
             }
-            Self::Restore(answer) => {
-                engine.restore();
-                send(answer, ());
-            }
+            Self::Restore(answer) => send(answer, engine.restore()),
 
             Self::Admits {
                 tenant,
@@ -225,10 +217,7 @@ impl Command {
                 by_root,
                 answer,
             } => send(answer, engine.change(tenant, policy, spec, by_root)),
-            Self::Place(tenant, group, answer) => {
-                engine.place(tenant, group);
-                send(answer, ());
-            }
+            Self::Place(tenant, group, answer) => send(answer, engine.place(tenant, group)),
             Self::ShowMemory(tenant, device, total, answer) => {
                 let (moves, state) = (&mut engine.moves, &mut engine.state);
                 send(answer, moves.view(state, tenant, device, total));
@@ -247,15 +236,9 @@ impl Command {
                 engine.moves.request(&mut engine.state, wake, answer);
             }
             Self::Relocate(step) => step.carry_out(engine),
-            Self::Forget(tenant, answer) => {
-                engine.forget(tenant);
-                send(answer, ());
-            }
+            Self::Forget(tenant, answer) => send(answer, engine.forget(tenant)),
 
-            Self::Meet(met, answer) => {
-                engine.meet(*met);
-                send(answer, ());
-            }
+            Self::Meet(met, answer) => send(answer, engine.meet(*met)),
             Self::Add {
                 group,
                 replaces,
@@ -267,24 +250,15 @@ impl Command {
                 send(answer, engine.add(group));
             }
             Self::SetChannels(session, key, channels, answer) => {
-                engine.set_channels(session, key, channels);
-                send(answer, ());
+                send(answer, engine.set_channels(session, key, channels))
             }
             Self::LeaveUnmanaged(session, lost, answer) => {
-                engine.leave_unmanaged(session, lost);
-                send(answer, ());
+                send(answer, engine.leave_unmanaged(session, lost))
             }
-            Self::Touched(session, key, answer) => {
-                engine.touched(session, key);
-                send(answer, ());
-            }
-            Self::Gone(session, key, answer) => {
-                engine.gone(session, key);
-                send(answer, ());
-            }
+            Self::Touched(session, key, answer) => send(answer, engine.touched(session, key)),
+            Self::Gone(session, key, answer) => send(answer, engine.gone(session, key)),
             Self::CalledUnlisted(tenant, name, answer) => {
-                engine.called_unlisted(tenant, name);
-                send(answer, ());
+                send(answer, engine.called_unlisted(tenant, name))
             }
             Self::AnswerView {
                 session,
@@ -294,21 +268,18 @@ impl Command {
                 answer,
             } => {
                 let (moves, state) = (&mut engine.moves, &mut engine.state);
-                moves.answer_view(state, session, ticket, device, total);
-                send(answer, ());
+                send(
+                    answer,
+                    moves.answer_view(state, session, ticket, device, total),
+                );
             }
-            Self::Memory(event, answer) => {
-                engine.memory_event(event);
-                send(answer, ());
-            }
+            Self::Memory(event, answer) => send(answer, engine.memory_event(event)),
             Self::Hold(of, files, answer) => send(answer, engine.hold(&of, files)),
             Self::Leave {
                 session,
                 alive,
                 answer,
-            } => {
-                send(answer, engine.leave(session, alive));
-            }
+            } => send(answer, engine.leave(session, alive)),
 
             Self::GiveUp(group, answer) => send(answer, engine.give_up(&group)),
             Self::HasUnaware(group, answer) => send(answer, engine.has_unaware(&group)),
