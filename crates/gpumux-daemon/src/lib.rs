@@ -58,4 +58,5 @@ pub use config::{Config, Listen};
 pub use mistakes::{absences, mistakes};
 pub use secret::secret;
 pub use serve::{Error, end_groups, known_devices, run};
+pub use store::replace;
 pub use users::user_name;

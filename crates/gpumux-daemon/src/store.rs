@@ -80,20 +80,31 @@ fn write_flushed(
     flush: impl Fn(&File) -> io::Result<()>,
 ) -> io::Result<()> {
     let body = serde_json::to_string(value)?;
+    let text = format!("{HEAD}{}\n{body}", checksum(&body));
     let new = file.with_extension("json.new");
+    replace(file, &new, text.as_bytes(), flush)
+}
+
+/// Writes a file that only its owner can read, as `new`, and moves it to its place. `flush` is called for it before that, and then for its folder.
+///
+/// # Errors
+/// The disk. Then the old one is still there, or the new one, of which it is not known whether it outlasts a power failure.
+pub fn replace(
+    file: &Path,
+    new: &Path,
+    bytes: &[u8],
+    flush: impl Fn(&File) -> io::Result<()>,
+) -> io::Result<()> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(true).mode(0o600);
     let written = || {
-        let mut out = options.open(&new)?;
-        out.write_all(format!("{HEAD}{}\n{body}", checksum(&body)).as_bytes())?;
+        let mut out = options.open(new)?;
+        out.write_all(bytes)?;
         flush(&out)?;
-        fs::rename(&new, file)
+        fs::rename(new, file)
     };
-    if let Err(error) = written() {
-        // On a full disk, what was begun takes room that others need.
-        let _ = fs::remove_file(&new);
-        return Err(error);
-    }
+    // On a full disk, what was begun takes room that others need.
+    written().inspect_err(|_| drop(fs::remove_file(new)))?;
     match file.parent() {
         Some(dir) => flush(&File::open(dir)?),
         None => Ok(()),

@@ -147,7 +147,7 @@ pub fn write(dir: &Path, host: &Host, record: &Record) -> io::Result<()> {
     if fs::read(&path).is_ok_and(|there| there == bytes) {
         return Ok(());
     }
-    write_whole(&path, &bytes)
+    write_whole(&path, &bytes, |_| Ok(()))
 }
 
 /// Removes the claim's file; one that is not there is removed already.

@@ -8,7 +8,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File, OpenOptions},
-    io::{self, Write},
+    io,
     os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
@@ -295,7 +295,7 @@ impl Log {
     /// Opens the file, or makes an empty one, and reads it.
     fn open(path: &Path) -> io::Result<Self> {
         if !path.try_exists()? {
-            write_synced(path, header(0).as_bytes(), File::sync_data)?;
+            write_whole(path, header(0).as_bytes(), File::sync_all)?;
         }
         let mut log = Self {
             file: OpenOptions::new().read(true).write(true).open(path)?,
@@ -431,7 +431,8 @@ impl Log {
                 new.extend_from_slice(line);
             }
         }
-        write_synced(path, &new, flush)?;
+        // `sync_data` need not write a folder's entries.
+        write_whole(path, &new, |it| flush(it).and_then(|()| it.sync_all()))?;
         self.refresh(path)
     }
 }
@@ -488,27 +489,14 @@ fn private() -> OpenOptions {
     options
 }
 
-/// Writes a file beside its place and moves it there. Nothing stays behind if the disk is full.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    write_flushed(path, bytes, |_| Ok(()))
-}
-
-fn write_flushed(path: &Path, bytes: &[u8], flush: fn(&File) -> io::Result<()>) -> io::Result<()> {
+/// Replaces a file. Each instance has a name of its own for the new one.
+pub(crate) fn write_whole(
+    path: &Path,
+    bytes: &[u8],
+    flush: impl Fn(&File) -> io::Result<()>,
+) -> io::Result<()> {
     let beside = path.with_extension(format!("tmp-{}", std::process::id()));
-    let write = || {
-        let mut file = private().truncate(true).open(&beside)?;
-        file.write_all(bytes)?;
-        // Before it takes the other's place, which a disk that fails here leaves as it was.
-        flush(&file)?;
-        fs::rename(&beside, path)
-    };
-    write().inspect_err(|_| drop(fs::remove_file(&beside)))
-}
-
-/// The same, and returns when it would survive a power failure.
-fn write_synced(path: &Path, bytes: &[u8], flush: fn(&File) -> io::Result<()>) -> io::Result<()> {
-    write_flushed(path, bytes, flush)?;
-    File::open(path.parent().unwrap_or(path))?.sync_all()
+    gpumux_daemon::replace(path, &beside, bytes, flush)
 }
 
 fn failed(path: &Path, source: io::Error) -> CheckpointError {
@@ -521,7 +509,7 @@ fn failed(path: &Path, source: io::Error) -> CheckpointError {
 fn encode(record: &Record) -> Vec<u8> {
     let body = serde_json::to_string(record).unwrap_or_default();
     let mut line = vec![LIVE];
-    line.extend(format!("{:08x} {body}\n", crc32(body.as_bytes())).into_bytes());
+    line.extend(format!("{:08x} {body}\n", crc32fast::hash(body.as_bytes())).into_bytes());
     line
 }
 
@@ -531,7 +519,7 @@ fn decode(line: &[u8]) -> Result<Option<Record>, String> {
     let text = std::str::from_utf8(text).map_err(|e| e.to_string())?;
     match (*first, text.split_once(' ')) {
         (DEAD, _) => Ok(None),
-        (LIVE, Some((sum, body))) if sum == format!("{:08x}", crc32(body.as_bytes())) => {
+        (LIVE, Some((sum, body))) if sum == format!("{:08x}", crc32fast::hash(body.as_bytes())) => {
             serde_json::from_str(body)
                 .map(Some)
                 .map_err(|e| e.to_string())
@@ -539,15 +527,6 @@ fn decode(line: &[u8]) -> Result<Option<Record>, String> {
         (LIVE, _) => Err("the checksum is wrong".into()),
         _ => Err("it begins with neither + nor -".into()),
     }
-}
-
-/// CRC-32 as in IEEE 802.3.
-fn crc32(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(!0, |crc, &byte| {
-        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
-            (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg())
-        })
-    })
 }
 
 #[cfg(test)]
@@ -601,7 +580,7 @@ pub(crate) mod tests {
         let (_, body) = line.split_once(' ').unwrap();
         let earlier = body.trim_end().replace(r#""offer":null,"#, "");
         assert_ne!(earlier, body.trim_end());
-        let line = format!("+{:08x} {earlier}", crc32(earlier.as_bytes()));
+        let line = format!("+{:08x} {earlier}", crc32fast::hash(earlier.as_bytes()));
         let read = decode(line.as_bytes()).unwrap().unwrap();
         assert_eq!(read, record("a", 500));
     }
@@ -807,6 +786,5 @@ pub(crate) mod tests {
                 "byte {index}"
             );
         }
-        assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
     }
 }
