@@ -858,6 +858,22 @@ pub struct Fault {
     pub restarted_ms: Option<u64>,
 }
 
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let client = self.faulting_client.as_deref();
+        let client = client.unwrap_or("an unknown member");
+        let others = match self.others.is_empty() {
+            true => "no other member".into(),
+            false => self.others.join(", "),
+        };
+        let (group, error) = (&self.group, self.error);
+        write!(
+            f,
+            "group {group}: a fault (error {error}) of {client} ended {others}"
+        )
+    }
+}
+
 /// A tenant's domain on a device.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Domain {

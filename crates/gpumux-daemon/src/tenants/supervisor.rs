@@ -259,19 +259,7 @@ impl Tenants {
 
     /// Makes events of a fault.
     fn record(&self, fault: &Fault) {
-        let faulting_client = fault
-            .faulting_client
-            .as_deref()
-            .unwrap_or("an unknown member");
-        let others = match fault.others.is_empty() {
-            true => "no other member".into(),
-            false => fault.others.join(", "),
-        };
-        let text = format!(
-            "group {}: a fault (error {}) of {faulting_client} ended {others}",
-            fault.group, fault.error
-        );
-        self.events.push(EventKind::Fault, None, text);
+        self.events.push(EventKind::Fault, None, fault.to_string());
         if let Some(ms) = fault.restarted_ms {
             let text = format!(
                 "group {}: new members are admitted again after {ms} ms",

@@ -298,23 +298,13 @@ pub(super) fn foreign(device: &Device, devices: &[Device]) -> String {
 
 /// A line about a fault in a group.
 pub(super) fn told(fault: &Fault, now: SystemTime) -> String {
-    let faulting_client = fault
-        .faulting_client
-        .as_deref()
-        .unwrap_or("an unknown member");
-    let others = match fault.others.is_empty() {
-        true => "no other member".into(),
-        false => fault.others.join(", "),
-    };
     let after = match fault.restarted_ms {
         Some(ms) => format!("new members start again since {ms} ms later"),
         None => "the group could not be started again".into(),
     };
     format!(
-        "{} ago in group {}: a fault (error {}) of {faulting_client} ended {others}; {after} ({})\n",
+        "{} ago in {fault}; {after} ({})\n",
         age(fault.at, now),
-        fault.group,
-        fault.error,
         fault.evidence
     )
 }
