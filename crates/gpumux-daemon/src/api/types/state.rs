@@ -34,22 +34,3 @@ gpumux_core::names!(
     TenantState: Starting = "starting", Idle = "idle", Running = "running", Queued = "queued", Stopped = "stopped",
     Swapped = "swapped", Blocked = "blocked", Faulty = "faulty", Tampers = "tampers"
 );
-
-impl TenantState {
-    /// What the word means, in one line.
-    pub const fn meaning(self) -> &'static str {
-        match self {
-            Self::Starting => "no process of it has used a GPU yet",
-            Self::Idle => "has no work for a GPU",
-            Self::Running => "has work, and may run",
-            Self::Queued => "has work, and is frozen until its quantum comes",
-            Self::Stopped => "its process is stopped (SIGSTOP, Ctrl-Z, a debugger)",
-            Self::Swapped => "some or all of its memory is on the host",
-            Self::Blocked => "waits for room in a GPU's memory",
-            Self::Faulty => "gpumux cannot control it: `gpumux explain NAME` names the error",
-            Self::Tampers => {
-                "its processes undo what gpumux sets: `gpumux explain NAME` has the details"
-            }
-        }
-    }
-}
