@@ -1,11 +1,12 @@
 //! The name under which the daemon remembers a program's scaling profile.
 
 use std::{
-    env,
     ffi::{OsStr, OsString},
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
 };
+
+use crate::elf;
 
 /// Characters of the program's own name in a fingerprint.
 const SHOWN: usize = 40;
@@ -59,13 +60,7 @@ fn whole(word: &Path) -> PathBuf {
 
 /// The file that is executed under this name.
 fn executable(program: &OsStr) -> PathBuf {
-    let path = env::var_os("PATH").unwrap_or_default();
-    if program.as_bytes().contains(&b'/') {
-        return whole(Path::new(program));
-    }
-    let mut places = env::split_paths(&path).map(|place| place.join(program));
-    let found = places.find(|place| place.is_file());
-    whole(&found.unwrap_or_else(|| program.into()))
+    whole(&elf::find(program).unwrap_or_else(|| program.into()))
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use std::{ffi::OsStr, fs, ops::RangeInclusive, path::Path, time::Duration};
 
+pub(crate) use gpumux_core::quantity::{parse_bytes as size, parse_share as share};
 use gpumux_core::{
     MAX_NAME, TenantSpec, is_name,
     quantity::{self, Percent, QuantityError, Size},
@@ -39,16 +40,6 @@ pub(crate) fn program(name: &OsStr) -> Result<(), Usage> {
             name.display()
         ))),
     }
-}
-
-/// A share of a device.
-pub(crate) fn share(text: &str) -> Result<f64, QuantityError> {
-    quantity::parse_share(text)
-}
-
-/// A size in bytes.
-pub(crate) fn size(text: &str) -> Result<u64, QuantityError> {
-    quantity::parse_bytes(text)
 }
 
 /// A name of a tenant, a trust domain or a program.
