@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use axum::{Json, http::StatusCode};
+use axum::{Extension, Json, extract::State, http::StatusCode};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::{
@@ -23,6 +23,7 @@ use crate::{
     history::Past,
     mig::Partitioner,
     paths,
+    peer::Peer,
     scheduler::{Command, Handle, Stopped, View},
     session::Sessions,
     tenants::Tenants,
@@ -41,6 +42,11 @@ const REFUSED: Duration = Duration::from_secs(4);
 const STALLED: &str = "the scheduling thread waits for the driver: a control does not return";
 
 pub(super) type Answer<T> = Result<Json<T>, Refused>;
+/// An answer without contents.
+pub(super) type Done = Result<StatusCode, Refused>;
+pub(super) type Shared = State<Arc<Api>>;
+/// The process that asks.
+pub(super) type Caller = Extension<Arc<Peer>>;
 
 /// What the API speaks about.
 pub(crate) struct Api {

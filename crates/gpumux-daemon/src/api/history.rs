@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use axum::{
-    extract::{Query, State},
+    extract::Query,
     http::{StatusCode, header},
     response::{IntoResponse, Response},
 };
@@ -11,7 +11,11 @@ use gpumux_core::Micros;
 use serde::Deserialize;
 use tokio::sync::watch;
 
-use super::{context::Api, refused::Refused, types};
+use super::{
+    context::{Api, Shared},
+    refused::Refused,
+    types,
+};
 use crate::{
     history::{Look, Span},
     scheduler::Stopped,
@@ -84,10 +88,7 @@ pub(super) struct Asked {
     params(("span" = Option<String>, Query, description = "`5m` (if not given) or `1h`")),
     responses((status = 200, body = types::History), (status = "4XX", body = types::Problem))
 )]
-pub(super) async fn history(
-    State(api): State<Arc<Api>>,
-    asked: Query<Asked>,
-) -> Result<Response, Refused> {
+pub(super) async fn history(api: Shared, asked: Query<Asked>) -> Result<Response, Refused> {
     let span = match asked.span.as_deref() {
         None | Some("5m") => Span::FiveMinutes,
         Some("1h") => Span::Hour,

@@ -1,10 +1,10 @@
 //! How tenants begin and end: `/v1/events`, `/v1/ended`, `/v1/settings`, signals and exit codes.
 
-use std::{collections::VecDeque, convert::Infallible, sync::Arc};
+use std::{collections::VecDeque, convert::Infallible};
 
 use axum::{
-    Extension, Json,
-    extract::{Path, Query, State, rejection::JsonRejection},
+    Json,
+    extract::{Path, Query, rejection::JsonRejection},
     http::StatusCode,
     response::{
         IntoResponse,
@@ -15,21 +15,17 @@ use serde::Deserialize;
 use tokio::sync::SemaphorePermit;
 
 use super::{
-    context::{Answer, Api, watcher},
+    context::{Answer, Caller, Done, Shared, watcher},
     refused::Refused,
     shown::program_only,
     types::{
         Ended, Event, EventKind, Exit, LostOutput, NewSignal, Problem, Reported, Setting, Signalled,
     },
 };
-use crate::peer::Peer;
 
 /// The last tenants that ended, the latest last.
 #[utoipa::path(get, path = "/v1/ended", responses((status = 200, body = [Ended])))]
-pub(super) async fn ended(
-    State(api): State<Arc<Api>>,
-    peer: Option<Extension<Arc<Peer>>>,
-) -> Json<Vec<Ended>> {
+pub(super) async fn ended(api: Shared, peer: Option<Caller>) -> Json<Vec<Ended>> {
     let mut ends = api.tenants.ends().await;
     if peer.is_none() {
         for end in &mut ends {
@@ -46,13 +42,7 @@ pub(super) struct Since {
 }
 
 /// A client that follows events: the last one sent, those to be sent, whether it is a local user, and its place.
-type Following = (
-    Arc<Api>,
-    u64,
-    VecDeque<Event>,
-    bool,
-    SemaphorePermit<'static>,
-);
+type Following = (Shared, u64, VecDeque<Event>, bool, SemaphorePermit<'static>);
 
 /// What happens from now on, or has happened after the event of a number, as server-sent events.
 #[utoipa::path(
@@ -61,8 +51,8 @@ type Following = (
     responses((status = 200, body = Event, content_type = "text/event-stream"), (status = "4XX", body = Problem))
 )]
 pub(super) async fn events(
-    State(api): State<Arc<Api>>,
-    peer: Option<Extension<Arc<Peer>>>,
+    api: Shared,
+    peer: Option<Caller>,
     since: Query<Since>,
 ) -> Result<impl IntoResponse, Refused> {
     let place = watcher()?;
@@ -91,10 +81,7 @@ pub(super) async fn events(
 
 /// The last events, the latest last.
 #[utoipa::path(get, path = "/v1/events/past", responses((status = 200, body = [Event])))]
-pub(super) async fn past_events(
-    State(api): State<Arc<Api>>,
-    peer: Option<Extension<Arc<Peer>>>,
-) -> Json<Vec<Event>> {
+pub(super) async fn past_events(api: Shared, peer: Option<Caller>) -> Json<Vec<Event>> {
     let events = api.tenants.events.kept().into_iter();
     Json(events.map(|event| outward(event, peer.is_some())).collect())
 }
@@ -109,10 +96,7 @@ fn outward(mut event: Event, local: bool) -> Event {
 
 /// What the caller (root: any user) set for names.
 #[utoipa::path(get, path = "/v1/settings", responses((status = 200, body = [Setting])))]
-pub(super) async fn settings(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
-) -> Json<Vec<Setting>> {
+pub(super) async fn settings(api: Shared, peer: Caller) -> Json<Vec<Setting>> {
     Json(api.tenants.settings(peer.uid).await)
 }
 
@@ -123,8 +107,8 @@ pub(super) async fn settings(
     responses((status = 200, body = Signalled), (status = "4XX", body = Problem))
 )]
 pub(super) async fn signal(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     Path(name): Path<String>,
     signal: Result<Json<NewSignal>, JsonRejection>,
 ) -> Answer<Signalled> {
@@ -141,8 +125,8 @@ pub(super) async fn signal(
     responses((status = 200, body = Reported), (status = "4XX", body = Problem))
 )]
 pub(super) async fn exit(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     Path(name): Path<String>,
     exit: Result<Json<Exit>, JsonRejection>,
 ) -> Answer<Reported> {
@@ -158,11 +142,11 @@ pub(super) async fn exit(
     responses((status = 204), (status = "4XX", body = Problem))
 )]
 pub(super) async fn lost_output(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     Path(name): Path<String>,
     lost: Result<Json<LostOutput>, JsonRejection>,
-) -> Result<StatusCode, Refused> {
+) -> Done {
     let Json(lost) = lost?;
     let reported = api.tenants.report_lost_output(peer.uid, &name, lost);
     api.in_time(reported).await?;

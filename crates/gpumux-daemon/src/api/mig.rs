@@ -1,16 +1,16 @@
 //! MIG instances: which there are and can be; they are made and removed for root only.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use axum::{
-    Extension, Json,
-    extract::{Path, Query, State, rejection::JsonRejection},
+    Json,
+    extract::{Path, Query, rejection::JsonRejection},
     http::StatusCode,
 };
 use serde::Deserialize;
 
 use super::{
-    context::{Answer, Api, to_its_end},
+    context::{Answer, Api, Caller, Done, Shared, to_its_end},
     refused::Refused,
     shown::show,
     types::{MigGpu, MigInstance, NewMigInstance, Problem},
@@ -50,10 +50,7 @@ fn check(peer: &Peer) -> Result<(), MigError> {
 
 /// The GPUs in MIG mode: which instances they have, and which they can have.
 #[utoipa::path(get, path = "/v1/mig", responses((status = 200, body = [MigGpu]), (status = "4XX", body = Problem)))]
-pub(super) async fn list(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
-) -> Answer<Vec<MigGpu>> {
+pub(super) async fn list(api: Shared, peer: Caller) -> Answer<Vec<MigGpu>> {
     check(&peer)?;
     let mut gpus = api.partitioner.list().await?;
     for gpu in &mut gpus {
@@ -68,8 +65,8 @@ pub(super) async fn list(
     responses((status = 201, body = MigInstance), (status = "4XX", body = Problem))
 )]
 pub(super) async fn make(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     new: Result<Json<NewMigInstance>, JsonRejection>,
 ) -> Result<(StatusCode, Json<MigInstance>), Refused> {
     check(&peer)?;
@@ -108,11 +105,11 @@ pub(super) struct Removal {
     responses((status = 204), (status = "4XX", body = Problem))
 )]
 pub(super) async fn remove(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     Path((gpu, id)): Path<(String, u32)>,
     Query(Removal { device }): Query<Removal>,
-) -> Result<StatusCode, Refused> {
+) -> Done {
     check(&peer)?;
     if let Some(device) = &device {
         api.check_without_tenants(device).await?;

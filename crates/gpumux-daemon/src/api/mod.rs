@@ -21,8 +21,8 @@ pub mod types;
 use std::{convert::Infallible, sync::Arc};
 
 use axum::{
-    Extension, Json, Router,
-    extract::{DefaultBodyLimit, Path, Query, Request, State, rejection::JsonRejection},
+    Json, Router,
+    extract::{DefaultBodyLimit, Path, Query, Request, rejection::JsonRejection},
     http::{StatusCode, header},
     middleware,
     response::{
@@ -39,7 +39,6 @@ use crate::{
     clock::since_1970,
     devices::numbered,
     memory as moves,
-    peer::Peer,
     relocation::{RelocationError, Relocator},
     scheduler::Command,
     tenants::resolve,
@@ -47,7 +46,7 @@ use crate::{
 use body::{MAX_BODY, whole_body};
 pub(crate) use connections::{CONNECTIONS, is_local_name, listen, serve, serve_router, serve_tcp};
 pub(crate) use context::Api;
-use context::{Answer, LIVE, to_its_end, watcher};
+use context::{Answer, Caller, Done, LIVE, Shared, to_its_end, watcher};
 use refused::Refused;
 use shown::{memory_map, outward, show};
 use types::{
@@ -166,14 +165,14 @@ async fn openapi() -> impl IntoResponse {
 
 /// What the daemon is and does.
 #[utoipa::path(get, path = "/v1/status", responses((status = 200, body = Status)))]
-async fn status(State(api): State<Arc<Api>>) -> Answer<Status> {
+async fn status(api: Shared) -> Answer<Status> {
     let seen = api.seen().await?;
     Ok(Json(api.status(&seen, seen.faults.clone())))
 }
 
 /// Metrics for Prometheus.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, description = "OpenMetrics text", content_type = "application/openmetrics-text")))]
-async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
+async fn metrics(api: Shared) -> Result<Response, Refused> {
     let seen = api.seen().await?;
     let (view, names) = (&seen.view, &seen.names);
     let name = |id: TenantId| {
@@ -212,7 +211,7 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
 
 /// All that there is, sent twice a second as server-sent events.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, body = Live, content_type = "text/event-stream")))]
-async fn live(State(api): State<Arc<Api>>) -> Result<impl IntoResponse, Refused> {
+async fn live(api: Shared) -> Result<impl IntoResponse, Refused> {
     let place = watcher()?;
     let beat = tokio::time::interval(LIVE);
     let state = (api, beat, place);
@@ -230,7 +229,7 @@ async fn live(State(api): State<Arc<Api>>) -> Result<impl IntoResponse, Refused>
 
 /// The memory of each device by tenant.
 #[utoipa::path(get, path = "/v1/memory", responses((status = 200, body = [DeviceMemory])))]
-async fn memory(State(api): State<Arc<Api>>) -> Answer<Vec<DeviceMemory>> {
+async fn memory(api: Shared) -> Answer<Vec<DeviceMemory>> {
     let seen = api.seen().await?;
     Ok(Json(memory_map(&seen.view, &seen.names)))
 }
@@ -239,8 +238,8 @@ async fn memory(State(api): State<Arc<Api>>) -> Answer<Vec<DeviceMemory>> {
 #[utoipa::path(post, path = "/v1/tenants/{name}/move", params(("name" = String, Path)), request_body = NewPlace,
     responses((status = 200, body = Relocated), (status = "4XX", body = Problem)))]
 async fn relocate(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     Path(name): Path<String>,
     place: Result<Json<NewPlace>, JsonRejection>,
 ) -> Answer<Relocated> {
@@ -274,11 +273,7 @@ async fn relocate(
 /// Moves a tenant's memory to the host; answers when that is done.
 #[utoipa::path(post, path = "/v1/tenants/{name}/sleep", params(("name" = String, Path)),
     responses((status = 204), (status = "4XX", body = Problem)))]
-async fn sleep(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
-    Path(name): Path<String>,
-) -> Result<StatusCode, Refused> {
+async fn sleep(api: Shared, peer: Caller, Path(name): Path<String>) -> Done {
     let movable = api.tenants.movable(peer.uid, &name, |away| !away);
     let tenant = api.in_time(movable).await?;
     api.unless_stalled(moves::sleep(&api.scheduler, tenant))
@@ -289,11 +284,7 @@ async fn sleep(
 /// Brings a tenant's memory back; answers when that is done.
 #[utoipa::path(post, path = "/v1/tenants/{name}/wake", params(("name" = String, Path)),
     responses((status = 204), (status = "4XX", body = Problem)))]
-async fn wake(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
-    Path(name): Path<String>,
-) -> Result<StatusCode, Refused> {
+async fn wake(api: Shared, peer: Caller, Path(name): Path<String>) -> Done {
     let movable = api.tenants.movable(peer.uid, &name, |away| away);
     let tenant = api.in_time(movable).await?;
     api.unless_stalled(moves::wake(&api.scheduler, tenant))
@@ -313,7 +304,7 @@ struct Past {
     params(("seconds" = Option<f64>, Query, description = "How much of the past, 10 if not given")),
     responses((status = 200, description = "Chrome trace", content_type = "application/json"), (status = "4XX", body = Problem))
 )]
-async fn trace(State(api): State<Arc<Api>>, past: Query<Past>) -> Result<Response, Refused> {
+async fn trace(api: Shared, past: Query<Past>) -> Result<Response, Refused> {
     let seconds = past.seconds.unwrap_or(10.0);
     if !(seconds > 0.0 && seconds <= 3600.0) {
         let message = format!("{seconds} seconds cannot be traced: use more than 0 and up to 3600");
@@ -340,8 +331,8 @@ async fn trace(State(api): State<Arc<Api>>, past: Query<Past>) -> Result<Respons
     responses((status = 200, body = Explanation), (status = "4XX", body = Problem))
 )]
 async fn explanation(
-    State(api): State<Arc<Api>>,
-    peer: Option<Extension<Arc<Peer>>>,
+    api: Shared,
+    peer: Option<Caller>,
     Path(name): Path<String>,
 ) -> Answer<Explanation> {
     let seen = api.seen().await?;
@@ -358,16 +349,13 @@ async fn explanation(
 
 /// The devices.
 #[utoipa::path(get, path = "/v1/devices", responses((status = 200, body = Vec<Device>)))]
-async fn devices(State(api): State<Arc<Api>>) -> Answer<Vec<Device>> {
+async fn devices(api: Shared) -> Answer<Vec<Device>> {
     Ok(Json(api.seen().await?.view.devices.clone()))
 }
 
 /// All tenants, the oldest first.
 #[utoipa::path(get, path = "/v1/tenants", responses((status = 200, body = Vec<types::Tenant>)))]
-async fn tenants(
-    State(api): State<Arc<Api>>,
-    peer: Option<Extension<Arc<Peer>>>,
-) -> Answer<Vec<types::Tenant>> {
+async fn tenants(api: Shared, peer: Option<Caller>) -> Answer<Vec<types::Tenant>> {
     let seen = api.seen().await?;
     let shown = seen.shown();
     Ok(Json(shown.map(|it| outward(it, peer.is_some())).collect()))
@@ -380,8 +368,8 @@ async fn tenants(
     responses((status = 200, body = types::Tenant), (status = "4XX", body = Problem))
 )]
 async fn tenant(
-    State(api): State<Arc<Api>>,
-    peer: Option<Extension<Arc<Peer>>>,
+    api: Shared,
+    peer: Option<Caller>,
     Path(name): Path<String>,
 ) -> Answer<types::Tenant> {
     let Json(tenant) = api.tenant(asker(peer.as_ref()), &name).await?;
@@ -389,8 +377,8 @@ async fn tenant(
 }
 
 /// The user that asks; none on TCP, where it is unknown.
-fn asker(peer: Option<&Extension<Arc<Peer>>>) -> Option<u32> {
-    peer.map(|Extension(peer)| peer.uid)
+fn asker(peer: Option<&Caller>) -> Option<u32> {
+    peer.map(|peer| peer.uid)
 }
 
 /// Makes a tenant.
@@ -399,8 +387,8 @@ fn asker(peer: Option<&Extension<Arc<Peer>>>) -> Option<u32> {
     responses((status = 201, body = Created), (status = "4XX", body = Problem))
 )]
 async fn create(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     new: Result<Json<NewTenant>, JsonRejection>,
 ) -> Result<(StatusCode, Json<Created>), Refused> {
     let Json(new) = new?;
@@ -426,8 +414,8 @@ async fn create(
     responses((status = 200, body = types::Tenant), (status = "4XX", body = Problem))
 )]
 async fn change(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     Path(name): Path<String>,
     change: Result<Json<SpecChange>, JsonRejection>,
 ) -> Answer<types::Tenant> {
@@ -444,11 +432,7 @@ async fn change(
     params(("name" = String, Path, description = "Name of the tenant")),
     responses((status = 204), (status = "4XX", body = Problem))
 )]
-async fn remove(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
-    Path(name): Path<String>,
-) -> Result<StatusCode, Refused> {
+async fn remove(api: Shared, peer: Caller, Path(name): Path<String>) -> Done {
     let tenants = Arc::clone(&api.tenants);
     let removed = to_its_end(async move { tenants.delete(peer.uid, &name).await });
     api.unless_stalled(removed).await?;
@@ -461,11 +445,7 @@ async fn remove(
     params(("name" = String, Path, description = "Name of tenants")),
     responses((status = 204), (status = "4XX", body = Problem))
 )]
-async fn forget(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
-    Path(name): Path<String>,
-) -> Result<StatusCode, Refused> {
+async fn forget(api: Shared, peer: Caller, Path(name): Path<String>) -> Done {
     let tenants = Arc::clone(&api.tenants);
     let forgotten = to_its_end(async move { tenants.forget(peer.uid, &name).await });
     api.in_time(forgotten).await?;
@@ -474,7 +454,7 @@ async fn forget(
 
 /// What is known of programs, by user and fingerprint.
 #[utoipa::path(get, path = "/v1/programs", responses((status = 200, body = [Program])))]
-async fn programs(State(api): State<Arc<Api>>) -> Json<Vec<Program>> {
+async fn programs(api: Shared) -> Json<Vec<Program>> {
     Json(api.tenants.programs.list())
 }
 
@@ -485,11 +465,11 @@ async fn programs(State(api): State<Arc<Api>>) -> Json<Vec<Program>> {
     responses((status = 204), (status = "4XX", body = Problem))
 )]
 async fn teach(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     Path(fingerprint): Path<String>,
     curve: Result<Json<NewCurve>, JsonRejection>,
-) -> Result<StatusCode, Refused> {
+) -> Done {
     let Json(curve) = curve?;
     let taught = async move { api.tenants.teach(peer.uid, &fingerprint, &curve).await };
     to_its_end(taught).await?;
@@ -502,11 +482,7 @@ async fn teach(
     params(("fingerprint" = String, Path, description = "What its tenants name as their program")),
     responses((status = 204), (status = "4XX", body = Problem))
 )]
-async fn unlearn(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
-    Path(fingerprint): Path<String>,
-) -> Result<StatusCode, Refused> {
+async fn unlearn(api: Shared, peer: Caller, Path(fingerprint): Path<String>) -> Done {
     let unlearnt = async move { api.tenants.unlearn(peer.uid, &fingerprint).await };
     to_its_end(unlearnt).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -519,8 +495,8 @@ async fn unlearn(
     responses((status = 202, body = Hinted), (status = "4XX", body = Problem))
 )]
 async fn hint(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
+    api: Shared,
+    peer: Caller,
     Path(name): Path<String>,
     hint: Result<Json<NewHint>, JsonRejection>,
 ) -> Result<(StatusCode, Json<Hinted>), Refused> {

@@ -1,16 +1,16 @@
 //! The web page: one file that loads nothing else.
 
-use std::sync::Arc;
-
 use axum::{
-    Extension, Json,
-    extract::State,
+    Json,
     http::header::{self, HeaderName},
     response::IntoResponse,
 };
 
-use super::{context::Api, types::Me};
-use crate::{peer::Peer, secret::secret, tenants::Tenant};
+use super::{
+    context::{Caller, Shared},
+    types::Me,
+};
+use crate::{secret::secret, tenants::Tenant};
 
 /// Its own script and styles are marked with a number that cannot be guessed.
 const PAGE: &str = include_str!("page.html");
@@ -40,10 +40,7 @@ pub(super) async fn page() -> impl IntoResponse {
 
 /// The client's user and tenant, which are known on the Unix socket only.
 #[utoipa::path(get, path = "/v1/me", responses((status = 200, body = Me)))]
-pub(super) async fn me(
-    State(api): State<Arc<Api>>,
-    Extension(peer): Extension<Arc<Peer>>,
-) -> Json<Me> {
+pub(super) async fn me(api: Shared, peer: Caller) -> Json<Me> {
     // The kernel translates the number of a process in another pid namespace; 0: the daemon does not see that one.
     let own = async || {
         let seen = api.seen().await.ok()?;
