@@ -30,7 +30,7 @@ use crate::{
     ground::{
         driver::{
             AllocationProp, CUcontext, CUdevice, CUdeviceptr, CUevent, CUresult, CUstream,
-            Function, LIBRARY, LaunchConfig, NOT_INITIALIZED, SUCCESS, enabled, lookup,
+            Function, LIBRARY, LaunchConfig, NOT_INITIALIZED, SUCCESS, enabled, functions, lookup,
         },
         gate, next, trace,
     },
@@ -326,6 +326,14 @@ macro_rules! hook {
 // The table, and what follows from the class.
 include!(concat!(env!("OUT_DIR"), "/hooks.rs"));
 
+functions! {
+    export_handle c"cuMemExportToShareableHandle" (*mut c_void, u64, c_int, u64);
+    properties_of c"cuMemGetAllocationPropertiesFromHandle" (*mut AllocationProp, u64);
+    bind_mem c"cuMulticastBindMem" (u64, usize, u64, usize, usize, u64);
+    bind_mem_v2 c"cuMulticastBindMem_v2" (u64, c_int, usize, u64, usize, usize, u64);
+    bind_endpoint_mem c"cuLogicalEndpointBindMem" (u64, c_int, usize, u64, usize, usize, u64);
+}
+
 // Where a body is unsafe: what it is given is what the program passed, and a call that succeeds has written its results.
 hooks! {
     // Look-up.
@@ -374,11 +382,11 @@ hooks! {
     cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: u64, flags: u64) (real) => physical::map(address, bytes, offset, handle, flags, real);
     cuMemUnmap(address: CUdeviceptr, bytes: usize) (real) => physical::unmap(address, bytes, real);
     cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const Access, count: usize) (real) => unsafe { physical::set_access(address, bytes, access, count, real) };
-    cuMemExportToShareableHandle(out: *mut c_void, handle: u64, kind: c_int, flags: u64) (real) => unsafe { physical::export(out, handle, kind, flags, real) };
-    cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: u64) (real) => unsafe { physical::properties(prop, handle, real) };
-    cuMulticastBindMem(group: u64, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::bind((group, at), handle, (offset, bytes, flags), real);
-    cuMulticastBindMem_v2(group: u64, device: c_int, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::bind_v2((group, device, at), handle, (offset, bytes, flags), real);
-    cuLogicalEndpointBindMem(endpoint: u64, device: c_int, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::bind_endpoint((endpoint, device, at), handle, (offset, bytes, flags), real);
+    cuMemExportToShareableHandle(out: *mut c_void, handle: u64, kind: c_int, flags: u64) (real) => physical::passed_on(handle, true, |own| Some(unsafe { export_handle()?(out, own, kind, flags) }), real);
+    cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: u64) (real) => physical::passed_on(handle, false, |own| Some(unsafe { properties_of()?(prop, own) }), real);
+    cuMulticastBindMem(group: u64, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::passed_on(handle, true, |own| Some(unsafe { bind_mem()?(group, at, own, offset, bytes, flags) }), real);
+    cuMulticastBindMem_v2(group: u64, device: c_int, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::passed_on(handle, true, |own| Some(unsafe { bind_mem_v2()?(group, device, at, own, offset, bytes, flags) }), real);
+    cuLogicalEndpointBindMem(endpoint: u64, device: c_int, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::passed_on(handle, true, |own| Some(unsafe { bind_endpoint_mem()?(endpoint, device, at, own, offset, bytes, flags) }), real);
     cuMulticastBindAddr(group: u64, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => physical::pin(address, bytes as u64, real);
     cuMulticastBindAddr_v2(group: u64, device: c_int, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => physical::pin(address, bytes as u64, real);
     cuLogicalEndpointBindAddr(endpoint: u64, device: c_int, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => physical::pin(address, bytes as u64, real);

@@ -7,14 +7,14 @@
 
 use std::{
     collections::BTreeMap,
-    ffi::{c_int, c_void},
+    ffi::c_int,
     slice,
     sync::atomic::{AtomicU64, Ordering},
 };
 
 use crate::{
     ground::{
-        driver::{AllocationProp, CUresult, SUCCESS, functions},
+        driver::{AllocationProp, CUresult, SUCCESS},
         gate,
     },
     memory::{
@@ -31,14 +31,6 @@ const INVALID_VALUE: CUresult = 1;
 /// Handle types that the memory may be passed on by, if it ever is: `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR` and
 /// `CU_MEM_HANDLE_TYPE_FABRIC`. What is passed on stays where it is from then on.
 const PASSED_ON: c_int = 1 | 8;
-
-functions! {
-    export_handle c"cuMemExportToShareableHandle" (*mut c_void, u64, c_int, u64);
-    properties_of c"cuMemGetAllocationPropertiesFromHandle" (*mut AllocationProp, u64);
-    bind_mem c"cuMulticastBindMem" (u64, usize, u64, usize, usize, u64);
-    bind_mem_v2 c"cuMulticastBindMem_v2" (u64, c_int, usize, u64, usize, usize, u64);
-    bind_endpoint_mem c"cuLogicalEndpointBindMem" (u64, c_int, usize, u64, usize, usize, u64);
-}
 
 /// A handle that no other memory ever has.
 fn fresh() -> u64 {
@@ -360,8 +352,8 @@ pub(crate) unsafe fn retain(
     })
 }
 
-/// A call that passes memory on by its handle: it stays where it is from then on.
-fn passed_on(
+/// A call about memory by its handle; `pins`: it passes the memory on, which stays where it is from then on.
+pub(crate) fn passed_on(
     handle: u64,
     pins: bool,
     call: impl FnOnce(u64) -> Option<CUresult>,
@@ -379,83 +371,6 @@ fn passed_on(
         }
         Err(error) => error,
     })
-}
-
-/// `cuMemExportToShareableHandle`
-///
-/// # Safety
-/// The arguments must be what the program passed.
-pub(crate) unsafe fn export(
-    out: *mut c_void,
-    handle: u64,
-    kind: c_int,
-    flags: u64,
-    real: impl FnOnce() -> CUresult,
-) -> CUresult {
-    // SAFETY: the caller's.
-    let call = |own| export_handle().map(|export| unsafe { export(out, own, kind, flags) });
-    passed_on(handle, true, call, real)
-}
-
-/// `cuMemGetAllocationPropertiesFromHandle`
-///
-/// # Safety
-/// The arguments must be what the program passed.
-pub(crate) unsafe fn properties(
-    out: *mut AllocationProp,
-    handle: u64,
-    real: impl FnOnce() -> CUresult,
-) -> CUresult {
-    // SAFETY: the caller's.
-    let call = |own| properties_of().map(|properties| unsafe { properties(out, own) });
-    passed_on(handle, false, call, real)
-}
-
-/// `cuMulticastBindMem`: what the call binds, and of what.
-pub(crate) fn bind(
-    group: (u64, usize),
-    handle: u64,
-    (offset, bytes, flags): (usize, usize, u64),
-    real: impl FnOnce() -> CUresult,
-) -> CUresult {
-    let call = |own| {
-        // SAFETY: numbers only.
-        bind_mem().map(|bind| unsafe { bind(group.0, group.1, own, offset, bytes, flags) })
-    };
-    passed_on(handle, true, call, real)
-}
-
-/// `cuMulticastBindMem_v2`
-pub(crate) fn bind_v2(
-    group: (u64, c_int, usize),
-    handle: u64,
-    (offset, bytes, flags): (usize, usize, u64),
-    real: impl FnOnce() -> CUresult,
-) -> CUresult {
-    let call = |own| {
-        // SAFETY: numbers only.
-        bind_mem_v2()
-            .map(|bind| unsafe { bind(group.0, group.1, group.2, own, offset, bytes, flags) })
-    };
-    passed_on(handle, true, call, real)
-}
-
-/// `cuLogicalEndpointBindMem`
-pub(crate) fn bind_endpoint(
-    endpoint: (u64, c_int, usize),
-    handle: u64,
-    (offset, bytes, flags): (usize, usize, u64),
-    real: impl FnOnce() -> CUresult,
-) -> CUresult {
-    let call = |own| {
-        // SAFETY: numbers only.
-        bind_endpoint_mem().map(|bind| unsafe {
-            bind(
-                endpoint.0, endpoint.1, endpoint.2, own, offset, bytes, flags,
-            )
-        })
-    };
-    passed_on(handle, true, call, real)
 }
 
 // ---- Moving --------------------------------------------------------------------------------------
