@@ -12,7 +12,7 @@ Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS ser
 measures first, and that the daemon finds by the jobs' fingerprints; here in space also where the daemon predicts no gain).
 `throughput_rel` is the sum of each job's rate over its rate alone, the total utility, the client's requests per second among them; alone it is 1 by
 definition. `batch_rel` is that sum without the client, `spread_rel` its range over the rounds. `predicted_rel` of `utility` is what the daemon predicts for `batch_rel` in the
-group, `predicted_turns_rel` what it predicts for that in turns, which is `batch_rel` of `time`.
+group, `predicted_time_rel` what it predicts for contexts of their own, which is `batch_rel` of `time`.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ class Utility(Space):
         return curve
 
     def predicted(self, names: Iterable[str]) -> dict[str, float]:
-        """What the daemon predicted of these programs in a group and in turns when the last of them started; BenchError if it knows too little."""
+        """What the daemon predicted of these programs in a group and in time when the last of them started; BenchError if it knows too little."""
         placements = {tenant["name"]: tenant["placement"] for tenant in self.tenants_now()}
         mine = {name: placements[self.tenants[name]] for name in names}
         common.say(f"percentages of the SMs: { {name: it.get('sm_percent') for name, it in mine.items()} }")
         last = list(mine.values())[-1].get("prediction")
         if last is None:
             raise BenchError(f"the daemon predicts nothing of {', '.join(mine)}")
-        return {"predicted_rel": last["in_group"], "predicted_turns_rel": last["in_turns"]}
+        return {"predicted_rel": last["in_group"], "predicted_time_rel": last["in_time"]}
 
 
 def mode(name: str, logs: Path) -> Mode:
@@ -154,7 +154,7 @@ class Cell:
 
     def __init__(self, case: str, name: str) -> None:
         kinds = CASES[case]
-        # Alone, one of each kind has its turn.
+        # Alone, one of each kind runs after the other.
         self.jobs = {kind: kind for kind in kinds} if name == "alone" else {f"{it}-{n + 1}": it for n, it in enumerate(kinds)}
         self.user = case.endswith("+latency")
         self.case, self.name = case, name

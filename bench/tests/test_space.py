@@ -78,10 +78,10 @@ class Modes(unittest.TestCase):
     def test_prediction_is_that_of_the_last_job(self) -> None:
         mode = space.mode("utility", Path("."))
         mode.tenants = {"gemm-1": "a", "triad-2": "b"}
-        both = {"in_group": 1.7, "in_turns": 1.0}
+        both = {"in_group": 1.7, "in_time": 1.0}
         tenants = [{"name": "a", "placement": {}}, {"name": "b", "placement": {"prediction": both}}]
         with mock.patch.object(mode, "tenants_now", return_value=tenants), mock.patch("common.say"):
-            self.assertEqual(mode.predicted(mode.tenants), {"predicted_rel": 1.7, "predicted_turns_rel": 1.0})
+            self.assertEqual(mode.predicted(mode.tenants), {"predicted_rel": 1.7, "predicted_time_rel": 1.0})
             with self.assertRaises(space.BenchError):
                 mode.predicted(["gemm-1"])
 

@@ -248,8 +248,8 @@ fn idle_contender_is_frozen_and_goes_on_afterwards() {
             let threads: std::collections::BTreeSet<_> = so.map(|it| it["tid"].as_u64()).collect();
             threads.len() == 2
         };
-        let paused = seen("frozen, no work", "pauses while others want the turn");
-        (paused && seen("may run", "has its turn")).then_some(())
+        let paused = seen("frozen, no work", "idle contender");
+        (paused && seen("may run", "has its quantum")).then_some(())
     });
     let received = |name: &str| {
         let tenant = node.find_tenant(name).expect("it runs");

@@ -121,7 +121,7 @@ macro_rules! spec {
 }
 
 spec! {
-    /// How it takes its turn.
+    /// When it runs beside others.
     class: Class = Class::Standard,
     api(String, pattern = "^(latency|standard|batch)$"),
     flag("class", Kind::Name("CLASS", &Class::NAMES), "latency: takes the GPU at once when it has work; standard: a weighted share; batch: what is left");

@@ -48,7 +48,7 @@ macro_rules! names {
     };
 }
 
-/// How a tenant takes its turn; the highest first.
+/// When a tenant runs beside others; the highest first.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]

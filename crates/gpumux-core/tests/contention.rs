@@ -78,7 +78,7 @@ fn two_training_jobs_run_at_what_their_bandwidth_allows() {
     };
     let all = predict(&[member; 2]).expect("both are known");
     assert!((all.in_group - predicted).abs() < 0.01, "{all:?}");
-    assert_eq!(all.in_turns, 1.0);
+    assert_eq!(all.in_time, 1.0);
 }
 
 #[test]
@@ -146,8 +146,8 @@ fn programs_that_want_all_of_the_bandwidth_share_time() {
         duty: 1.0,
     };
     let both = predict(&[hungry; 2]).expect("both are known");
-    let Prediction { in_group, in_turns } = both;
-    assert!(in_group <= in_turns + 1e-6, "{both:?}");
+    let Prediction { in_group, in_time } = both;
+    assert!(in_group <= in_time + 1e-6, "{both:?}");
     let computes = Member {
         bandwidth: even(0.0),
         ..hungry

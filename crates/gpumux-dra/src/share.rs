@@ -51,7 +51,7 @@ pub struct GpuShare {
     /// What the claim must have been allocated; either if left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tier: Option<Tier>,
-    /// How it takes its turn; `standard` with guaranteed compute and `batch` without if left out.
+    /// When it runs beside others; `standard` with guaranteed compute and `batch` without if left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub class: Option<Class>,
     /// milli-GPU that it never exceeds while others want it, 10 to 1000; 1000 if left out.

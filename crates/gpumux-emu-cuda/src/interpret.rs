@@ -1,7 +1,7 @@
 //! Kernels that are interpreted: the device's memory as they see it, how long they take, and whose turn it is.
 //!
 //! Such a kernel has two parts for the server: its beginning, which is reported like any completion, and the rest,
-//! whose length is set when the interpreter has come to the end. So it has the device while it is interpreted, in turns with
+//! whose length is set when the interpreter has come to the end. So it has the device while it is interpreted, alternating with
 //! the context's other kernels and not while its group is frozen, and it takes at least the time of the work model.
 //!
 //! The blocks of a context's kernels are interpreted on all cores, or on as many as `GPUMUX_EMU_CORES` says. In which order

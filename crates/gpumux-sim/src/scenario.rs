@@ -374,8 +374,8 @@ impl Scenario {
     fn check_tuning(&self) -> Result<(), Error> {
         let tuning = &self.tuning;
         for (field, value) in [
-            ("tuning.turn_cost", tuning.turn_cost),
-            ("tuning.batch_turn_cost", tuning.batch_turn_cost),
+            ("tuning.quantum_cost", tuning.quantum_cost),
+            ("tuning.batch_quantum_cost", tuning.batch_quantum_cost),
             ("tuning.slice_cost", tuning.slice_cost),
             ("tuning.batch_slice_cost", tuning.batch_slice_cost),
         ] {
@@ -729,8 +729,8 @@ mod tests {
             ),
             (
                 "seconds = 10",
-                "seconds = 10\ntuning.turn_cost = -1",
-                "tuning.turn_cost -1 is not valid: use a number from 0.001 to 1",
+                "seconds = 10\ntuning.quantum_cost = -1",
+                "tuning.quantum_cost -1 is not valid: use a number from 0.001 to 1",
             ),
             (
                 "seconds = 10",

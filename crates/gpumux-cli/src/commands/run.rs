@@ -101,7 +101,7 @@ pub(crate) struct Args {
     /// Trust domain: tenants of yours that name the same one may share the SMs at the same time; a crash of one then ends all of them
     #[arg(long, value_name = "NAME", value_parser = units::name)]
     trust: Option<String>,
-    /// time: a context of its own, in turns with others; space: the group of its trust domain; auto: what serves it best, without a trust domain always time
+    /// time: a context of its own, which shares the GPU in time; space: the group of its trust domain; auto: what serves it best, without a trust domain always time
     #[arg(long, value_parser = sharing(), default_value = Sharing::default().name())]
     sharing: Sharing,
     /// The program's scaling profile: throughput (in any unit) by percentage of the SMs, such as 25:0.7,50:0.9,100:1. An MPS group's SMs are divided for the largest sum of throughputs
@@ -286,8 +286,8 @@ fn notes(args: &Args, tenant: &Created) -> Vec<String> {
         format!("{name} has settings of an earlier `gpumux set`: {set}; `gpumux set --forget {name}` clears them")
     });
     let Placement { way, reason, .. } = &tenant.placement;
-    let in_turns = (args.sharing == Sharing::Space && *way == Way::Time)
-        .then(|| format!("{name} runs in turns with others, not in space: {reason}"));
+    let in_time = (args.sharing == Sharing::Space && *way == Way::Time)
+        .then(|| format!("{name} shares the GPU in time, not in space: {reason}"));
     let needless = (args.keep_memory && *way == Way::Time).then(|| {
         format!("{name} is in no group, so no other program's fault ends it: --keep-memory keeps nothing")
     });
@@ -298,7 +298,7 @@ fn notes(args: &Args, tenant: &Created) -> Vec<String> {
             args.ranks_per_gpu
         )
     });
-    let all = [remembered, in_turns, needless, many];
+    let all = [remembered, in_time, needless, many];
     all.into_iter().flatten().collect()
 }
 

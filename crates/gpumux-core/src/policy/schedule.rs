@@ -21,9 +21,9 @@ use crate::{
 pub struct Tuning {
     /// Part of the device that handing over quanta may cost. Sets the quantum. The scheduling thread waits in the driver for most of
     /// that time, so it takes about as much of a CPU.
-    pub turn_cost: f64,
+    pub quantum_cost: f64,
     /// The same where one user's batch domains rotate, beside one latency domain at most: no other waits for them, and there may be many.
-    pub batch_turn_cost: f64,
+    pub batch_quantum_cost: f64,
     /// Part of the device that switching between timeslices may cost. Sets the timeslices.
     pub slice_cost: f64,
     /// The same when only batch domains share the device: no latency client waits, so switch less.
@@ -39,8 +39,8 @@ pub struct Tuning {
 impl Default for Tuning {
     fn default() -> Self {
         Self {
-            turn_cost: 0.02,
-            batch_turn_cost: 0.01,
+            quantum_cost: 0.02,
+            batch_quantum_cost: 0.01,
             slice_cost: 0.05,
             batch_slice_cost: 0.01,
             period: Micros::from_millis(100),
@@ -85,8 +85,8 @@ impl Tuning {
         let one_user = domains.windows(2).all(|pair| pair[0].0 == pair[1].0);
         let only_batch = count(Class::Batch) > 0 && count(Class::Standard) == 0;
         let cost = match only_batch && one_user && count(Class::Latency) < 2 {
-            true => self.batch_turn_cost,
-            false => self.turn_cost,
+            true => self.batch_quantum_cost,
+            false => self.quantum_cost,
         };
         (Self::handover(costs) / cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
     }
@@ -711,20 +711,20 @@ impl<'a> Stage<'a> {
         use RunState::{Enabled, Frozen};
         if !actor.runnable() {
             return match actor.contends {
-                true => (Frozen, "pauses while others want the turn"),
+                true => (Frozen, "idle contender"),
                 false => (Enabled, "has no work"),
             };
         }
         match (actor.domain.pinned, actor.way) {
             (Some(Frozen), _) => (Frozen, "waits for its gang"),
             (Some(Enabled), Way::Slices | Way::Preempting) => (Enabled, "runs with its gang"),
-            (_, Way::Slices) => (Enabled, "shares by slices"),
+            (_, Way::Slices) => (Enabled, "shares by timeslices"),
             (_, Way::Preempting) => (Enabled, "takes the device at once"),
-            (_, Way::Rotating) if actor.owns => (Enabled, "has its turn"),
+            (_, Way::Rotating) if actor.owns => (Enabled, "has its quantum"),
             _ if actor.exhausted && actor.class() == Class::Latency => {
                 (Frozen, "over its budget while others wait")
             }
-            _ => (Frozen, "waits for its turn"),
+            _ => (Frozen, "waits for its quantum"),
         }
     }
 }

@@ -49,14 +49,16 @@ pub struct Member<'a> {
 pub struct Prediction {
     /// With the tenant in the group.
     pub in_group: f64,
-    /// With the tenant in turns with the group.
-    pub in_turns: f64,
+    /// With the tenant in a context of its own, which shares the device in time with the group.
+    // What an older daemon has stored of living tenants.
+    #[serde(alias = "in_turns")]
+    pub in_time: f64,
 }
 
 impl Prediction {
     /// Whether sharing in space is worth its risks.
     fn gains(self) -> bool {
-        self.in_group >= self.in_turns * BETTER
+        self.in_group >= self.in_time * BETTER
     }
 }
 
@@ -94,7 +96,7 @@ pub struct Decision {
 
 /// A tenant that ended its group so often joins none any more.
 const FAULTS: u32 = 2;
-/// A group must be better than turns by this factor: less may be noise, and members have their faults in common.
+/// A group must be better than sharing in time by this factor: less may be noise, and members have their faults in common.
 const BETTER: f64 = 1.05;
 
 /// Decides for a tenant at its start. It cannot be moved while it runs. What forbids space comes
@@ -143,9 +145,9 @@ pub fn decide(applicant: &Applicant) -> Decision {
         Some(it) => {
             let way = if it.gains() { space } else { time };
             way(format!(
-                "predicted {:.0}% of one program alone in the group, {:.0}% in turns",
+                "predicted {:.0}% of one program alone in the group, {:.0}% in time",
                 it.in_group * 100.0,
-                it.in_turns * 100.0
+                it.in_time * 100.0
             ))
         }
         None => match members {
@@ -231,7 +233,7 @@ fn parts(claimants: &[Claimant]) -> Option<(Vec<u32>, bool)> {
     }
 }
 
-/// What is to be expected of a group with the last of these in it, or in turns with it; `None` where of one no curve is known, or the
+/// What is to be expected of a group with the last of these in it, or beside it in time; `None` where of one no curve is known, or the
 /// SMs cannot be divided. Members that were confined to other parts before are taken to start anew.
 pub fn predict(members: &[Member]) -> Option<Prediction> {
     let (own, others) = members.split_last()?;
@@ -249,12 +251,12 @@ pub fn predict(members: &[Member]) -> Option<Prediction> {
     };
     let weight: f64 = members.iter().map(|it| it.spec.weight).sum();
     let share = own.spec.weight / weight;
-    let in_time = |it: &Member, share: f64| (share / it.duty).min(1.0);
+    let alone = |it: &Member, share: f64| (share / it.duty).min(1.0);
     let others = others.iter().zip(apart);
-    let others = others.map(|(it, rate)| rate * in_time(it, 1.0 - share));
+    let others = others.map(|(it, rate)| rate * alone(it, 1.0 - share));
     Some(Prediction {
         in_group: rates(members)?.into_iter().sum(),
-        in_turns: others.sum::<f64>() + in_time(own, share),
+        in_time: others.sum::<f64>() + alone(own, share),
     })
 }
 
@@ -306,8 +308,8 @@ mod tests {
         }
     }
 
-    fn predicted(in_group: f64, in_turns: f64) -> Option<Prediction> {
-        Some(Prediction { in_group, in_turns })
+    fn predicted(in_group: f64, in_time: f64) -> Option<Prediction> {
+        Some(Prediction { in_group, in_time })
     }
 
     fn member<'a>(spec: &'a TenantSpec, curve: &'a Curve) -> Member<'a> {
@@ -363,7 +365,7 @@ mod tests {
             (
                 |it| it.prediction = predicted(1.06, 1.0),
                 Space,
-                "predicted 106% of one program alone in the group, 100% in turns",
+                "predicted 106% of one program alone in the group, 100% in time",
             ),
             (|it| it.prediction = predicted(1.04, 1.0), Time, "104%"),
             (

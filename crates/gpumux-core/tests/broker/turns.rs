@@ -40,7 +40,7 @@ pub(crate) fn an_owner_that_worked_lately_keeps_its_guarantee() {
     assert!(world.moves.iter().all(|it| it.1 != TenantId(1)));
     assert!(
         world.moves.len() >= 20,
-        "the others take turns: {}",
+        "the others alternate: {}",
         world.moves.len()
     );
 }

@@ -345,14 +345,14 @@ fn now(domain: &Domain, neighbours: &[Neighbour], is_guaranteed: bool) -> String
             "It may run, with a timeslice of {}, so that it keeps the GPU while it has work.",
             Time(Duration::from_micros(domain.timeslice_us))
         ),
-        "shares by slices" => format!(
+        "shares by timeslices" => format!(
             "It may run: the GPU serves those that have work in rounds, and its timeslice of {} is in proportion to its share.",
             Time(Duration::from_micros(domain.timeslice_us))
         ),
-        "has its turn" => {
+        "has its quantum" => {
             "It has the GPU for its quantum, unless a tenant of a higher class has work.".into()
         }
-        "waits for its turn" => match (first, runs) {
+        "waits for its quantum" => match (first, runs) {
             (Some(first), _) => format!(
                 "It is frozen: the latency tenant {} has work almost all the time and goes first{}.",
                 first.name,
@@ -367,7 +367,7 @@ fn now(domain: &Domain, neighbours: &[Neighbour], is_guaranteed: bool) -> String
             ),
             (None, None) => "It is frozen: one tenant runs at a time, and it is another's quantum.".into(),
         },
-        "pauses while others want the turn" => {
+        "idle contender" => {
             "It has no work, and is frozen for up to 0.1 s so that its next work does not interrupt another's quantum.".into()
         }
         "over its budget while others wait" => {
@@ -387,7 +387,7 @@ fn memory(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
     Some(match (tenant.asleep, tenant.waits_for_memory) {
         (true, true) => format!(
             "It cannot run: {swapped} of its memory is on the host. {}",
-            turns(tenant, all)
+            rotation(tenant, all)
         ),
         (true, false) => format!(
             "It is swapped out: {swapped} of its memory is on the host, after `gpumux sleep`, a time without work, or because others \
@@ -403,7 +403,7 @@ fn memory(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
 }
 
 /// Which tenants have the memory that a waiting one lacks, and how long it waits for them at most.
-fn turns(tenant: &Tenant, all: &[Tenant]) -> String {
+fn rotation(tenant: &Tenant, all: &[Tenant]) -> String {
     let lacks =
         |uuid: &str| (tenant.memory.iter()).any(|share| share.swapped > 0 && share.device == uuid);
     let bytes = |it: &Tenant| -> u64 {
@@ -436,8 +436,8 @@ fn turns(tenant: &Tenant, all: &[Tenant]) -> String {
         names.push(&rest);
     }
     format!(
-        "Tenants that do not fit together take turns with memory, and it is the turn of {}. It waits for at most about {} s while \
-         their processes answer.",
+        "Tenants that do not fit together have their memory on the GPU one after another, each for a memory quantum, and now it is that of {}. \
+         It waits for at most about {} s while their processes answer.",
         names.join(", "),
         wait.0.div_ceil(1_000_000)
     )
@@ -818,13 +818,17 @@ mod tests {
 
     #[test]
     fn explanation_names_processes_without_control() {
-        let mut night = tenant("night", Class::Batch, vec![domain(false, "has its turn")]);
+        let mut night = tenant(
+            "night",
+            Class::Batch,
+            vec![domain(false, "has its quantum")],
+        );
         night.lapsed = true;
         // Another user's tenant of the same name is a neighbour.
         let mut other = tenant(
             "night",
             Class::Batch,
-            vec![domain(true, "waits for its turn")],
+            vec![domain(true, "waits for its quantum")],
         );
         (other.uid, other.user) = (1000, "alice".into());
         let foreign = ForeignProcess {
@@ -854,7 +858,7 @@ mod tests {
         let of = |name: &str, user: &str, uid| Tenant {
             uid,
             user: user.into(),
-            ..tenant(name, Class::Batch, vec![domain(false, "has its turn")])
+            ..tenant(name, Class::Batch, vec![domain(false, "has its quantum")])
         };
         let all = [
             of("web", "alice", 1),
@@ -878,10 +882,10 @@ mod tests {
         let mut night = tenant(
             "night",
             Class::Batch,
-            vec![domain(true, "waits for its turn")],
+            vec![domain(true, "waits for its quantum")],
         );
         night.state = TenantState::Queued;
-        let day = tenant("day", Class::Batch, vec![domain(false, "has its turn")]);
+        let day = tenant("day", Class::Batch, vec![domain(false, "has its quantum")]);
         let all = [night, day];
         let lines = lines(&all[0], &all);
         assert_eq!(
@@ -895,7 +899,11 @@ mod tests {
             ]
         );
         // Advice is never what the tenant has already.
-        let web = tenant("web", Class::Latency, vec![domain(false, "has its turn")]);
+        let web = tenant(
+            "web",
+            Class::Latency,
+            vec![domain(false, "has its quantum")],
+        );
         let with_web = [web, all[1].clone()];
         assert_eq!(
             self::lines(&with_web[0], &with_web)[4],
@@ -916,7 +924,7 @@ mod tests {
         let mut night = tenant(
             "night",
             Class::Standard,
-            vec![domain(true, "waits for its turn")],
+            vec![domain(true, "waits for its quantum")],
         );
         night.state = TenantState::Queued;
         let mut hog = tenant(
@@ -928,7 +936,7 @@ mod tests {
         let mut bat = tenant(
             "bat",
             Class::Batch,
-            vec![domain(true, "waits for its turn")],
+            vec![domain(true, "waits for its quantum")],
         );
         bat.domains[0].received_share = 0.0;
         let all = [night, bat, hog];
@@ -952,7 +960,7 @@ mod tests {
         let mut train = tenant(
             "train",
             Class::Batch,
-            vec![domain(true, "waits for its turn")],
+            vec![domain(true, "waits for its quantum")],
         );
         (train.user, train.spec.guaranteed) = ("bob".into(), 0.3);
         let mut hog = tenant(
@@ -990,9 +998,9 @@ mod tests {
         let night = tenant(
             "night",
             Class::Batch,
-            vec![domain(true, "waits for its turn")],
+            vec![domain(true, "waits for its quantum")],
         );
-        let day = tenant("day", Class::Batch, vec![domain(false, "has its turn")]);
+        let day = tenant("day", Class::Batch, vec![domain(false, "has its quantum")]);
         let all = [night, day];
         let advice = |guaranteed: f64, classes: &[Class]| {
             let most = Most {
@@ -1114,7 +1122,7 @@ mod tests {
             member("free", "team", None),
             member("small", "team", Some(60)),
             member("outside", "other", None),
-            tenant("turns", Class::Batch, vec![]),
+            tenant("in-time", Class::Batch, vec![]),
             member("large", "team", Some(61)),
         ];
         let text = |all: &[Tenant]| explain(&all[0], all, &[], &[]).text;
@@ -1126,12 +1134,12 @@ mod tests {
             "{said}"
         );
         all[0].placement.way = Way::Time;
-        assert!(!text(&all).contains("start anew"), "it has turns");
+        assert!(!text(&all).contains("start anew"), "it shares in time");
     }
 
     #[test]
     fn explanation_names_errors_and_tampering() {
-        let mut broken = tenant("a", Class::Standard, vec![domain(false, "has its turn")]);
+        let mut broken = tenant("a", Class::Standard, vec![domain(false, "has its quantum")]);
         broken.domains[0].error = Some("cannot freeze".into());
         broken.tampering = Some(crate::api::types::Tampering {
             findings: 2,
@@ -1192,9 +1200,8 @@ mod tests {
             (sleeper.memory.clone(), 1, 500_000);
         (other.memory[0].in_use, other.memory[0].swapped) = (2 << 30, 0);
         let text = explain(&sleeper, &[other], &[], &[]).text;
-        let turns =
-            "take turns with memory, and it is the turn of other. It waits for at most about";
-        assert!(text.contains(turns), "{text}");
+        let quantum = "a memory quantum, and now it is that of other. It waits for at most about";
+        assert!(text.contains(quantum), "{text}");
         sleeper.asleep = false;
         let text = said(&sleeper, &[]);
         assert!(!text.contains("stays on"), "{text}");

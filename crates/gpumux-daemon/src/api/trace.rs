@@ -256,7 +256,7 @@ mod tests {
                 event(1100, &old, What::Thawed),
                 event(1200, &new, What::Came(now)),
                 event(1300, &new, What::Slice(1)),
-                event(1300, &new, What::Reason("waits for its turn")),
+                event(1300, &new, What::Reason("waits for its quantum")),
                 event(1400, &new, What::Frozen),
                 event(1450, &old, What::Held(1)),
                 event(1500, &old, What::Demand(Demand::Idle)),
@@ -310,7 +310,7 @@ mod tests {
         );
         let reasons = events
             .iter()
-            .filter(|e| e["args"]["reason"] == "waits for its turn");
+            .filter(|e| e["args"]["reason"] == "waits for its quantum");
         assert_eq!(reasons.count(), 2);
         assert!(
             events

@@ -393,7 +393,7 @@ fn is_false(flag: &bool) -> bool {
 /// How a tenant shares devices, decided at its start.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Placement {
-    /// In turns with others, or in space with the members of its group.
+    /// In time, in a context of its own, or in space with the members of its group.
     #[schema(value_type = String, pattern = "^(time|space)$")]
     pub way: Way,
     /// Why, for people.
@@ -416,7 +416,7 @@ pub struct Placement {
     /// The name under which its program's scaling profile is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
-    /// What its group was expected to do with it, and in turns with it, if the profiles of all are known.
+    /// What its group was expected to do with it, and beside it in time, if the profiles of all are known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prediction: Option<Prediction>,
 }
@@ -508,7 +508,7 @@ pub struct Tampering {
 pub struct Tenant {
     /// Unique among its user's living tenants.
     pub name: String,
-    /// How it takes its turn.
+    /// When it runs beside others.
     #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
     pub class: Class,
     /// Its spec.
@@ -886,7 +886,7 @@ pub struct Domain {
     pub device: String,
     /// Its process.
     pub pid: u32,
-    /// How long it may run before the hardware turns to the next, in µs.
+    /// How long it may run before the hardware switches to the next, in µs.
     pub timeslice_us: u64,
     /// Whether it is taken off the device.
     pub frozen: bool,

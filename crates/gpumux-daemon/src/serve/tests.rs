@@ -138,10 +138,10 @@ async fn a_tenant_from_its_making_to_its_end() {
     };
     let changed = daemon.client.change("train", &change).await.unwrap();
     assert_eq!(changed.class, Class::Latency);
-    // Two of one class take turns.
+    // Two of one class alternate.
     for frozen in [true, false] {
-        let takes_turns = |tenant: &Tenant| tenant.domains[0].frozen == frozen;
-        daemon.until("train", takes_turns).await;
+        let alternates = |tenant: &Tenant| tenant.domains[0].frozen == frozen;
+        daemon.until("train", alternates).await;
         let other = |tenant: &Tenant| tenant.domains[0].frozen != frozen;
         daemon.until("server", other).await;
     }

@@ -33,7 +33,7 @@ type Place = (String, Option<u64>);
 
 impl Sight {
     /// Where it is, if one of its domains is like the other: all in one group, where a process has several, or just one. What
-    /// several in turns do together says little about any of them.
+    /// several that share in time do together says little about any of them.
     fn place(&self) -> Option<&Place> {
         let mut places = self.places.iter();
         let place = places.next().filter(|_| places.next().is_none())?;
@@ -191,7 +191,7 @@ mod tests {
         let tenants = [
             tenant(1, "half", Some(50)),
             tenant(2, "whole", None),
-            tenant(3, "turns", Some(50)),
+            tenant(3, "in-time", Some(50)),
         ];
         let look = |sights: &[(u64, Sight)]| -> BTreeMap<TenantId, Sight> {
             let all = sights.iter().cloned();

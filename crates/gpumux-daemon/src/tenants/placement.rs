@@ -1,4 +1,4 @@
-//! Where a new tenant goes: in turns with others, or into the group of its trust domain, and to how many SMs.
+//! Where a new tenant goes: in time with others, or into the group of its trust domain, and to how many SMs.
 
 use gpumux_core::{
     TenantSpec,

@@ -219,7 +219,7 @@ fn batch_that_pauses_loses_in_turns_and_not_in_a_group() {
 fn batch_in_turns_loses_its_pauses_and_no_more() {
     let mut known = scenario("batch-rates");
     // As it was measured.
-    known.tuning.batch_turn_cost = known.tuning.turn_cost;
+    known.tuning.batch_quantum_cost = known.tuning.quantum_cost;
     let report = run(&known).expect("a scenario");
     let of = |it| {
         let it = mode(&report, it);

@@ -178,7 +178,7 @@ fn contender_in_a_pause_is_kept_from_the_owner() {
     let long = with(&|now| now.now = Micros(305_000));
     assert_eq!(states(&long), [Enabled; 3]);
     let back = with(&|now| now.domains[1].demand = Demand::Busy);
-    assert_eq!(back.domains[1].reason, "waits for its turn");
+    assert_eq!(back.domains[1].reason, "waits for its quantum");
 }
 
 #[test]

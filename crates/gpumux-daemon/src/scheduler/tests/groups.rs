@@ -14,7 +14,7 @@ fn a_group_is_one_domain_to_the_policy() {
     let [a, b, alone] = [2, 3, 4].map(|n| bench.domain(n));
     assert!(a.group.is_some() && a.group == b.group && alone.group.is_none());
     assert_eq!((a.frozen, a.timeslice_us), (b.frozen, b.timeslice_us));
-    assert_ne!(a.frozen, alone.frozen, "they take turns");
+    assert_ne!(a.frozen, alone.frozen, "they alternate");
     // It weighs what its members weigh together, and each has what the group has.
     let part = a.received_us as f64 / (a.received_us + alone.received_us) as f64;
     assert!((0.62..0.71).contains(&part), "{part}");

@@ -162,7 +162,7 @@ fn frozen_work_of_the_last_member_stops_no_new_member() {
             bench.hardware().groups[&50].frozen == frozen
         })
     };
-    assert!(becomes(&mut bench, true), "not its turn");
+    assert!(becomes(&mut bench, true), "not its quantum");
     let (_, file) = io::pipe().unwrap();
     let left = Left::Session(SessionId(2));
     assert!(bench.engine.hold(&left, vec![file.into()]).is_none());
@@ -170,5 +170,5 @@ fn frozen_work_of_the_last_member_stops_no_new_member() {
     bench.engine.forget(TenantId(2));
     assert!(bench.hardware().groups[&50].frozen, "nothing plans it");
     bench.member(3, 50, "team");
-    assert!(becomes(&mut bench, false), "its turn");
+    assert!(becomes(&mut bench, false), "its quantum");
 }
