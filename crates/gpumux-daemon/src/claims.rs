@@ -57,8 +57,8 @@ pub(crate) struct Claims {
     /// What tells emulated devices of one UUID apart.
     server: String,
     held: BTreeMap<String, OwnedFd>,
-    /// Those that other daemons have.
-    others: BTreeMap<String, Claimed>,
+    /// Those that could not be claimed, and the daemon that has each; none where a process is in the way that must not stop this one.
+    lacking: BTreeMap<String, Option<Claimed>>,
 }
 
 impl Claims {
@@ -72,53 +72,65 @@ impl Claims {
         Self {
             server: server.unwrap_or_default(),
             held: BTreeMap::new(),
-            others: BTreeMap::new(),
+            lacking: BTreeMap::new(),
         }
     }
 
     /// Claims those that are not claimed yet. Returns those of them that another daemon has, if that was not so at the last look.
     pub(crate) fn claim(&mut self, devices: &[Known]) -> Vec<Claimed> {
-        let mut others = BTreeMap::new();
+        let mut lacking = BTreeMap::new();
         for device in devices {
             if self.held.contains_key(&device.uuid) {
                 continue;
             }
-            let before = self.others.get(&device.uuid);
-            match self.take(&device.uuid, before.map_or(ATTEMPTS, |_| 1)) {
-                Ok(Some(socket)) => drop(self.held.insert(device.uuid.clone(), socket)),
-                Ok(None) => {}
-                Err(holder) => {
-                    let claimed = Claimed {
-                        device: format!("GPU {} ({})", device.gpu, device.uuid),
-                        holder,
-                        way: match holder.pid {
-                            0 => "end one of them, or start this one where the device is not seen"
-                                .into(),
-                            _ if holder.uid == 0 && !getuid().is_root() => {
-                                "use root's (`gpumux ps`)".into()
-                            }
-                            pid => {
-                                format!(
-                                    "use that one (`gpumux ps`), or first end it (`kill {pid}`)"
-                                )
-                            }
-                        },
-                    };
-                    others.insert(device.uuid.clone(), claimed);
+            let holder = match self.take(&device.uuid, self.attempts(&device.uuid)) {
+                Ok(socket) => {
+                    self.held.insert(device.uuid.clone(), socket);
+                    continue;
                 }
+                Err(holder) => holder,
+            };
+            if holder.is_none() && !self.lacking.contains_key(&device.uuid) {
+                tracing::warn!(
+                    device = device.uuid,
+                    "cannot claim the device, whose name a process of another user or one that was killed and hangs has: a second \
+                     daemon would not notice this one"
+                );
             }
+            let claimed = holder.map(|holder| Claimed {
+                device: format!("GPU {} ({})", device.gpu, device.uuid),
+                holder,
+                way: match holder.pid {
+                    0 => "end one of them, or start this one where the device is not seen".into(),
+                    _ if holder.uid == 0 && !getuid().is_root() => {
+                        "use root's (`gpumux ps`)".into()
+                    }
+                    pid => {
+                        format!("use that one (`gpumux ps`), or first end it (`kill {pid}`)")
+                    }
+                },
+            });
+            lacking.insert(device.uuid.clone(), claimed);
         }
-        let before = std::mem::replace(&mut self.others, others);
-        let new = (self.others.iter()).filter(|(uuid, it)| before.get(*uuid) != Some(it));
-        new.map(|(_, it)| it.clone()).collect()
+        let before = std::mem::replace(&mut self.lacking, lacking);
+        let new = (self.lacking.iter()).filter(|(uuid, it)| before.get(*uuid) != Some(it));
+        new.filter_map(|(_, it)| it.clone()).collect()
     }
 
     /// The devices that other daemons have, by UUID, and which.
     pub(crate) fn others(&self) -> BTreeMap<String, String> {
-        let others = self.others.iter();
+        let others = self.lacking.iter();
         others
-            .map(|(uuid, it)| (uuid.clone(), it.to_string()))
+            .filter_map(|(uuid, it)| Some((uuid.clone(), it.as_ref()?.to_string())))
             .collect()
+    }
+
+    /// A daemon that ends is waited for once, not at each look.
+    fn attempts(&self, uuid: &str) -> u32 {
+        match self.lacking.contains_key(uuid) {
+            true => 1,
+            false => ATTEMPTS,
+        }
     }
 
     /// Closes the connections of daemons that asked for the holder.
@@ -132,8 +144,8 @@ impl Claims {
         format!("gpumux/{uid}/{uuid}{}", self.server).into_bytes()
     }
 
-    /// Claims one; none where a process stands in the way that must not stop this one.
-    fn take(&self, uuid: &str, attempts: u32) -> Result<Option<OwnedFd>, Holder> {
+    /// Claims one. The error is the daemon that has it; none where a process is in the way that must not stop this one.
+    fn take(&self, uuid: &str, attempts: u32) -> Result<OwnedFd, Option<Holder>> {
         let own = getuid().as_raw();
         let mut holder = None;
         for attempt in 0..attempts {
@@ -145,21 +157,11 @@ impl Claims {
                 continue;
             }
             match claim(&self.name(own, uuid)) {
-                Ok(socket) => return Ok(Some(socket)),
+                Ok(socket) => return Ok(socket),
                 Err(error) => tracing::debug!(uuid, %error, "cannot claim the device"),
             }
         }
-        match holder {
-            Some(holder) => Err(holder),
-            None => {
-                tracing::warn!(
-                    uuid,
-                    "cannot claim the device, whose name a process of another user or one that was killed and hangs has: a second \
-                     daemon would not notice this one"
-                );
-                Ok(None)
-            }
-        }
+        Err(holder)
     }
 
     /// The daemon of this user that has a device. A process of another user counts as little as one that cannot run any more.
@@ -237,6 +239,23 @@ mod tests {
         assert_eq!(first.claim(&[device("MIG-1")]), []);
         assert_eq!(claims(machine.path()).claim(&[device("MIG-2")]), []);
         assert_eq!(claims(other.path()).claim(&[device("MIG-1")]), []);
+    }
+
+    #[test]
+    fn name_that_no_daemon_has_is_waited_for_once() {
+        let machine = tempfile::tempdir().unwrap();
+        let mut own = claims(machine.path());
+        let name = own.name(getuid().as_raw(), "GPU-1");
+        // This socket answers as little as one of another user counts.
+        let kind = rustix::net::SocketType::SEQPACKET;
+        let squatted = rustix::net::socket(rustix::net::AddressFamily::UNIX, kind, None).unwrap();
+        let address = rustix::net::SocketAddrUnix::new_abstract_name(&name).unwrap();
+        rustix::net::bind(&squatted, &address).unwrap();
+        let gpu = [device("GPU-1")];
+        assert_eq!(own.attempts("GPU-1"), ATTEMPTS);
+        assert_eq!(own.claim(&gpu), []);
+        assert_eq!(own.attempts("GPU-1"), 1);
+        assert_eq!(own.others(), BTreeMap::new(), "it stops no daemon");
     }
 
     #[test]
