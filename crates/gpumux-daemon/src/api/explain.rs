@@ -847,7 +847,10 @@ mod tests {
         let beside = others(&all);
         assert!(beside[2].contains("have lapsed"), "{beside:?}");
         assert!(beside[3].starts_with("alice/night 25%"), "{beside:?}");
-        assert!(beside[3].contains("python (pid 77)"), "{beside:?}");
+        assert!(
+            beside[3].contains("python (pid 77, use unknown)"),
+            "{beside:?}"
+        );
         let alone = others(&all[..1]);
         assert!(alone[3].starts_with("no other tenant. "), "{alone:?}");
         assert!(!alone[4].contains("for itself"), "{alone:?}");

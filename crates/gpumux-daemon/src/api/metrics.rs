@@ -101,8 +101,8 @@ metrics! {
         Gauge "gpumux_device_foreign_processes" "" "Processes on the device that gpumux does not control." |d| d.foreign.len() as f64;
         Gauge "gpumux_device_foreign_memory" "bytes" "Memory of these processes, as far as the driver reports it."
             |d| d.foreign.iter().filter_map(|it| it.memory_bytes).sum::<u64>() as f64;
-        Gauge "gpumux_device_foreign_used" "ratio" "Part of the last seconds in which kernels of these processes ran, as far as the driver reports it."
-            |d| d.foreign.iter().filter_map(|it| it.used_share).sum();
+        Gauge "gpumux_device_foreign_used" "ratio" "Part of the last seconds in which kernels of these processes ran; NaN: the driver does not report it."
+            |d| d.foreign.iter().map(|it| it.used_share).sum::<Option<f64>>().unwrap_or(f64::NAN);
     }
     DEVICE_MEMORY: DeviceMemory {
         Gauge "gpumux_device_memory_free" "bytes" "Free memory of the device." |m| m.free as f64;

@@ -108,10 +108,10 @@ impl fmt::Display for ForeignProcess {
         if let Some(bytes) = self.memory_bytes {
             write!(f, ", {}", Size(bytes))?;
         }
-        if let Some(share) = self.used_share {
-            write!(f, ", {} of the time", Percent(share))?;
+        match self.used_share {
+            Some(share) => write!(f, ", {} of the time)", Percent(share)),
+            None => f.write_str(", use unknown)"),
         }
-        f.write_str(")")
     }
 }
 
@@ -168,7 +168,7 @@ pub struct ForeignProcess {
     pub uid: Option<u32>,
     /// Bytes of the device's memory that it has, if the driver tells.
     pub memory_bytes: Option<u64>,
-    /// Part of the last seconds in which its kernels ran, 0 to 1, if the driver tells.
+    /// Part of the last seconds in which its kernels ran, 0 to 1; `null` where the driver does not report it.
     pub used_share: Option<f64>,
     /// The tenant that it is of, if it is of one that may not use the device.
     pub tenant: Option<String>,

@@ -99,10 +99,9 @@ impl Foreigners {
         self.known.values().map(shown).collect()
     }
 
-    /// Part of the last second in which their kernels ran; all of it if the driver does not tell.
+    /// Part of the last second in which their kernels ran, of those of which the driver tells: one that has a context may do nothing.
     pub(super) fn used(&self) -> f64 {
-        let lately = self.known.values().map(|it| it.lately.unwrap_or(1.0));
-        lately.sum()
+        self.known.values().filter_map(|it| it.lately).sum()
     }
 
     /// For admission.
@@ -166,6 +165,6 @@ mod tests {
         assert_eq!(look(&[Some(0.25), Some(0.5)]), 0.0, "not foreign yet");
         assert_eq!(look(&[Some(0.25), Some(0.5)]), 0.75);
         assert_eq!(look(&[Some(0.0), Some(0.25)]), 0.25);
-        assert_eq!(look(&[Some(0.0), None]), 1.0, "the driver does not tell");
+        assert_eq!(look(&[Some(0.5), None]), 0.5, "the driver does not tell");
     }
 }
