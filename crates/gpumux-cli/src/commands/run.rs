@@ -148,11 +148,9 @@ const MOMENT: Duration = Duration::from_millis(20);
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let change = args.spec.change()?;
+    consistent(&args)?;
     if args.detach && env::var_os(DETACHED).is_none() {
         return detach();
-    }
-    if args.keep_memory && args.restart == Restart::Never {
-        bail!("--keep-memory needs --restart on-collateral: without it no program runs again");
     }
     let mut words = args.command.iter();
     let name = words.next().context("no program was named")?;
@@ -243,6 +241,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         log,
         started,
     }))
+}
+
+/// Refuses flags that cannot go together, whatever the daemon decides.
+fn consistent(args: &Args) -> Result<(), units::Usage> {
+    let wrong = if args.keep_memory && args.restart == Restart::Never {
+        "--keep-memory needs --restart on-collateral: without it no program runs again"
+    } else if args.ranks_per_gpu > 1 && args.sharing == Sharing::Time {
+        "--ranks-per-gpu needs the group of --trust, but --sharing time gives a context of its own"
+    } else {
+        return Ok(());
+    };
+    Err(units::Usage(wrong.to_owned()))
 }
 
 /// Starts this command once more, in a session of its own, and waits until its program runs, or cannot.
@@ -470,4 +480,33 @@ fn start_daemon() -> anyhow::Result<()> {
         &dir.join("daemon.log"),
         || UnixStream::connect(&socket).is_ok(),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn flags_that_cannot_go_together_are_wrong_usage() {
+        for (flags, is_right) in [
+            ("--keep-memory", false),
+            ("--keep-memory --restart never", false),
+            ("--keep-memory --restart on-collateral", true),
+            ("--trust a --ranks-per-gpu 2 --sharing time", false),
+            ("--trust a --ranks-per-gpu 2", true),
+            ("--trust a --ranks-per-gpu 1 --sharing time", true),
+        ] {
+            let words = ["run"].into_iter().chain(flags.split(' ')).chain(["true"]);
+            let line = Line::try_parse_from(words).unwrap();
+            assert_eq!(consistent(&line.args).is_ok(), is_right, "{flags}");
+        }
+    }
 }
