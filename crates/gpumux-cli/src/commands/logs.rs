@@ -42,8 +42,12 @@ const LOOK: Duration = Duration::from_millis(50);
 const ASK: Duration = Duration::from_millis(500);
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let path = find(&args.name)?;
+    let (path, note) = find(&args.name)?;
     let (mut text, mut file) = read(&path)?;
+    // Its parent has written the end into the log, where it could.
+    if let Some(note) = note.filter(|it| !String::from_utf8_lossy(&text).contains(it)) {
+        eprintln!("gpumux: {}: {note}", args.name);
+    }
     if args
         .lines
         .is_none_or(|lines| logs::last_lines(&text, lines).len() == text.len())
@@ -87,8 +91,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The tenant's file: as the daemon records it, or where this user's are.
-fn find(name: &str) -> anyhow::Result<PathBuf> {
+/// The tenant's file, as the daemon records it, or where this user's are; and what a user should know of its output or its end.
+fn find(name: &str) -> anyhow::Result<(PathBuf, Option<String>)> {
     let known = client::about(name, async |client| match client.tenant(name).await {
         Ok(tenant) => Ok((tenant.log, tenant.lost_output.map(|lost| lost.to_string()))),
         Err(_) => {
@@ -98,21 +102,15 @@ fn find(name: &str) -> anyhow::Result<PathBuf> {
             Ok((end.log, Some(end.reason).filter(|_| end.noteworthy)))
         }
     });
-    let known = known.map(|(log, note)| {
-        if let Some(note) = note.filter(|_| log.is_some()) {
-            eprintln!("gpumux: {name}: {note}");
-        }
-        log
-    });
     // Only tenants of this user have their output there.
     let own_name = name.rsplit('/').next().unwrap_or(name);
     let own = logs::folder().map(|folder| logs::file(&folder, own_name));
     match (known, own) {
-        (Ok(Some(path)), _) => Ok(path.into()),
-        (Ok(None), _) => bail!(
+        (Ok((Some(path), note)), _) => Ok((path.into(), note)),
+        (Ok((None, _)), _) => bail!(
             "`{name}` does not run detached, so its output went where `gpumux run` was called: use `gpumux run -d`"
         ),
-        (_, Ok(path)) if path.is_file() => Ok(path),
+        (_, Ok(path)) if path.is_file() => Ok((path, None)),
         (Err(error), _) => Err(error.into()),
     }
 }
