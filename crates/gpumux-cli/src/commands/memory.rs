@@ -70,7 +70,9 @@ fn table(device: &DeviceMemory) -> String {
         bytes(device.free)
     );
     let mut rows = output::head("TENANT|IN USE|GUARANTEED|LIMIT|ABOVE|PINNED|SWAPPED");
-    for tenant in &device.tenants {
+    let is_here = |it: &&MemoryShare| it.in_use + it.swapped + it.guaranteed > 0;
+    let (here, none): (Vec<_>, Vec<_>) = device.tenants.iter().partition(is_here);
+    for tenant in &here {
         rows.push(vec![
             tenant.tenant.clone(),
             bytes(tenant.in_use),
@@ -81,7 +83,16 @@ fn table(device: &DeviceMemory) -> String {
             bytes(tenant.swapped),
         ]);
     }
-    title + &output::table(&rows)
+    let none: Vec<&str> = none.iter().map(|it| it.tenant.as_str()).collect();
+    let none = match none.is_empty() {
+        true => String::new(),
+        false => format!("without memory here: {}\n", none.join(", ")),
+    };
+    let table = match here.is_empty() {
+        true => String::new(),
+        false => output::table(&rows),
+    };
+    title + &table + &none
 }
 
 /// The help of `gpumux sleep`.
@@ -153,6 +164,37 @@ fn located(tenant: &Tenant, asleep: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tenants_without_memory_on_a_device_have_no_rows() {
+        let share = |tenant: &str, in_use, guaranteed, swapped| MemoryShare {
+            tenant: tenant.into(),
+            in_use,
+            guaranteed,
+            swapped,
+            ..MemoryShare::default()
+        };
+        let all = [
+            share("a", 1, 0, 0),
+            share("b", 0, 0, 0),
+            share("c", 0, 1, 0),
+            share("d", 0, 0, 1),
+            share("e", 0, 0, 0),
+        ];
+        let device = |tenants: &[MemoryShare]| {
+            table(&DeviceMemory {
+                tenants: tenants.into(),
+                ..DeviceMemory::default()
+            })
+        };
+        let text = device(&all);
+        let first = |line: &str| line.split(' ').next().unwrap_or_default().to_owned();
+        let lines: Vec<String> = text.lines().skip(1).map(first).collect();
+        assert_eq!(lines, ["TENANT", "a", "c", "d", "without"], "{text}");
+        assert!(text.ends_with("without memory here: b, e\n"), "{text}");
+        assert_eq!(device(&all[1..2]).lines().count(), 2, "no head alone");
+        assert_eq!(device(&[]).lines().count(), 1);
+    }
 
     #[test]
     fn memory_that_stays_on_a_device_is_named_with_its_reason() {

@@ -666,7 +666,7 @@ pub struct MoveFigures {
 }
 
 /// What a tenant has of one device's memory, in bytes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MemoryShare {
     /// UUID of the device.
     pub device: String,
@@ -717,7 +717,7 @@ impl MemoryShare {
 }
 
 /// One device's memory, in bytes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DeviceMemory {
     /// UUID of the device.
     pub device: String,
