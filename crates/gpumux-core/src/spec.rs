@@ -270,6 +270,27 @@ pub enum SpecError {
     NoMemory(u64),
 }
 
+impl SpecChange {
+    /// What of this has no effect on a tenant of this spec, and why.
+    pub fn without_effect(&self, spec: &TenantSpec) -> Vec<String> {
+        let hints = self.hints.filter(|it| *it != Hints::Off);
+        let objective = self.latency_objective_us.flatten();
+        let only_latency = [
+            objective.and(Some("latency objective")),
+            hints.and(Some("hints")),
+        ];
+        let named = only_latency.into_iter().flatten();
+        let named = named.filter(|_| spec.class != Class::Latency);
+        let note = |what| {
+            format!(
+                "{what}: no effect on class {}, only on class latency",
+                spec.class
+            )
+        };
+        named.map(note).collect()
+    }
+}
+
 /// See [`TenantSpec::slowdown`].
 const SLOWDOWN: f64 = 0.05;
 
@@ -317,6 +338,11 @@ impl TenantSpec {
         }
     }
 
+    /// Its latency objective, where its class has one.
+    pub fn objective_us(&self) -> Option<u64> {
+        (self.latency_objective_us).filter(|_| self.class == Class::Latency)
+    }
+
     /// By which part its requests may take longer for the sake of others, if it is launch-bound (see [`crate::Launches`]): that of others
     /// than latency tenants is not looked at.
     pub fn slowdown(&self) -> f64 {
@@ -338,6 +364,37 @@ impl TenantSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn settings_of_latency_tenants_have_no_effect_on_others() {
+        let change = SpecChange {
+            latency_objective_us: Some(Some(20_000)),
+            hints: Some(Hints::Manual),
+            weight: Some(2.0),
+            ..SpecChange::default()
+        };
+        let notes = |change: &SpecChange, class| {
+            let spec = TenantSpec {
+                class,
+                ..TenantSpec::default()
+            };
+            change.without_effect(&spec)
+        };
+        assert_eq!(notes(&change, Class::Latency), [""; 0]);
+        for class in [Class::Standard, Class::Batch] {
+            let [objective, hints] = &notes(&change, class)[..] else {
+                panic!("two have none");
+            };
+            assert!(objective.starts_with("latency objective: no effect"));
+            assert!(hints.starts_with("hints: no effect"));
+        }
+        let cleared = SpecChange {
+            latency_objective_us: Some(None),
+            hints: Some(Hints::Off),
+            ..SpecChange::default()
+        };
+        assert_eq!(notes(&cleared, Class::Batch), [""; 0]);
+    }
 
     #[test]
     fn numbers_that_make_no_sense_are_refused() {

@@ -308,8 +308,10 @@ fn notes(args: &Args, tenant: &Created) -> Vec<String> {
             args.ranks_per_gpu
         )
     });
-    let all = [remembered, in_time, needless, many];
-    all.into_iter().flatten().collect()
+    let spec = args.spec.change().ok().zip(tenant.spec.as_ref());
+    let idle = spec.map(|(change, spec)| change.without_effect(spec));
+    let all = [remembered, in_time, needless, many].into_iter().flatten();
+    all.chain(idle.into_iter().flatten()).collect()
 }
 
 /// Why the program does not become a tenant.

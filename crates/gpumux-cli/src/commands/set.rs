@@ -81,8 +81,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     } else if !args.quiet {
         output::print(&format!("{name}: {change}\n"))?;
         let excess = tenant.memory.iter().filter_map(|it| it.excess(&it.device));
-        for excess in excess.filter(|_| change.memory_limit.is_some()) {
-            eprintln!("gpumux: {excess}");
+        let excess = excess.filter(|_| change.memory_limit.is_some());
+        for note in excess.chain(change.without_effect(&tenant.spec)) {
+            eprintln!("gpumux: {note}");
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -165,12 +165,13 @@ pub fn combine<'a>(members: impl IntoIterator<Item = &'a TenantSpec>) -> TenantS
     let Some(mut all) = members.next().cloned() else {
         return TenantSpec::default();
     };
+    all.latency_objective_us = all.objective_us();
     for member in members {
         all.class = all.class.min(member.class);
         all.guaranteed += member.guaranteed;
         all.limit += member.limit;
         all.weight += member.weight;
-        all.latency_objective_us = match (all.latency_objective_us, member.latency_objective_us) {
+        all.latency_objective_us = match (all.latency_objective_us, member.objective_us()) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
@@ -402,6 +403,16 @@ mod tests {
         );
         assert_eq!(group.validate(), Ok(()));
         assert_eq!(combine(&[]), TenantSpec::default());
+        let with_objective = |class, ms: u64| TenantSpec {
+            class,
+            latency_objective_us: Some(ms * 1000),
+            ..TenantSpec::default()
+        };
+        let batch = with_objective(Class::Batch, 5);
+        let latency = with_objective(Class::Latency, 20);
+        for all in [[&batch, &latency], [&latency, &batch]] {
+            assert_eq!(combine(all).latency_objective_us, Some(20_000));
+        }
     }
 
     #[test]

@@ -376,6 +376,9 @@ pub struct Created {
     pub environment: BTreeMap<String, String>,
     /// How it shares devices, and why.
     #[serde(default)]
+    /// Its spec.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spec: Option<TenantSpec>,
     pub placement: Placement,
     /// What it has because it was [set](SpecChange) for its name before.
     #[serde(default, skip_serializing_if = "Option::is_none")]

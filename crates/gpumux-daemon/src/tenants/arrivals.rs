@@ -223,7 +223,7 @@ impl Tenants {
         if !new.kept {
             environment.extend(selection.environment);
         }
-        let memory_limit = spec.memory_limit;
+        let shown = spec.clone();
         let log = new.log.map(|folder| format!("{folder}/{name}.log"));
         let tenant = Tenant {
             kept: new.kept,
@@ -248,7 +248,7 @@ impl Tenants {
             }
             error => error,
         })?;
-        if let Some(bytes) = memory_limit {
+        if let Some(bytes) = shown.memory_limit {
             environment.insert(MEMORY_LIMIT_VARIABLE.into(), bytes.to_string());
         }
         if !new.kept {
@@ -263,6 +263,7 @@ impl Tenants {
             socket: self.session_socket.clone(),
             environment,
             placement,
+            spec: Some(shown),
             remembered: set,
         })
     }
