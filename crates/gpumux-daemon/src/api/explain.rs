@@ -13,7 +13,7 @@ use gpumux_core::{
 
 use super::types::{
     Copying, CurveFrom, Device, Domain, Explanation, Fault, MemoryShare, Neighbour, Placement,
-    Tenant, TenantState,
+    SwapReason, Tenant, TenantState,
 };
 use crate::scheduler::AWAY;
 
@@ -389,10 +389,21 @@ fn memory(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
             "It cannot run: {swapped} of its memory is on the host. {}",
             rotation(tenant, all)
         ),
-        (true, false) => format!(
-            "It is swapped out: {swapped} of its memory is on the host, after `gpumux sleep`, a time without work, or because others \
-             needed the room."
-        ),
+        (true, false) => {
+            let why = match (tenant.swap_reason, tenant.spec.sleep_after_s) {
+                (Some(SwapReason::Requested), _) => "by request (`gpumux sleep`)".into(),
+                (Some(SwapReason::Idle), Some(after)) => {
+                    format!(
+                        "after {} without work (`--sleep-after`)",
+                        Time(Duration::from_secs(after))
+                    )
+                }
+                (Some(SwapReason::Idle), None) => "after a time without work".into(),
+                (Some(SwapReason::Needed), _) => "because other tenants needed the room".into(),
+                (None, _) => "where an earlier daemon moved it".into(),
+            };
+            format!("It is swapped out: {swapped} of its memory is on the host, {why}.")
+        }
         (false, true) => format!(
             "One of its processes asked for memory that the GPU has no room for, and waits until others have made some (memory \
              policy {}).",
@@ -1183,7 +1194,7 @@ mod tests {
         let text = said(&sleeper, &[]);
         assert!(!text.contains("above its limit"), "{text}");
         for part in [
-            "It is swapped out: 3.0 GiB of its memory is on the host",
+            "It is swapped out: 3.0 GiB of its memory is on the host, where an earlier daemon moved it.",
             "or with `gpumux wake big`",
             "It is frozen while its memory is on the host",
         ] {
@@ -1259,3 +1270,16 @@ mod tests {
         }
     }
 }
+        sleeper.spec.sleep_after_s = Some(90);
+        for (reason, why) in [
+            (SwapReason::Requested, "by request (`gpumux sleep`)."),
+            (
+                SwapReason::Idle,
+                "after 1m30s without work (`--sleep-after`).",
+            ),
+            (SwapReason::Needed, "because other tenants needed the room."),
+        ] {
+            sleeper.swap_reason = Some(reason);
+            let text = said(&sleeper, &[]);
+            assert!(text.contains(&format!("is on the host, {why}")), "{text}");
+        }

@@ -36,6 +36,7 @@ pub(super) fn show(tenant: Tenant, view: &View) -> types::Tenant {
         asleep: view.swapped_out.contains(&tenant.id),
         waits_for_memory: needs_memory,
         moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
+        swap_reason: view.swap_reasons.get(&tenant.id).copied(),
         unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())
             .cloned()
             .collect(),

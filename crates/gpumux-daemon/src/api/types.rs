@@ -572,6 +572,9 @@ pub struct Tenant {
     /// Whether some or all of its memory is on the host.
     #[serde(default)]
     pub asleep: bool,
+    /// Why its memory is on the host; `null` where it is not there, or an earlier daemon moved it.
+    #[serde(default)]
+    pub swap_reason: Option<SwapReason>,
     /// Whether it waits for room on a device: for memory that it asked for, or to come back.
     #[serde(default)]
     pub waits_for_memory: bool,
@@ -645,6 +648,18 @@ impl Tenant {
 pub struct CollectiveFigures {
     /// Calls.
     pub calls: u64,
+/// Why a tenant's memory was moved to the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum SwapReason {
+    /// A user requested it.
+    Requested,
+    /// The tenant had no work for as long as its spec says.
+    Idle,
+    /// Other tenants needed the room.
+    Needed,
+}
+
     /// Bytes that its ranks on this machine sent in them.
     pub bytes: u64,
     /// Whether one is not known to be done.

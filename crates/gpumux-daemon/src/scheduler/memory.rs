@@ -21,7 +21,11 @@ use super::{
     recording::Recording,
     state::State,
 };
-use crate::{api::types, config::HostMemory, link::SessionId};
+use crate::{
+    api::types::{self, SwapReason},
+    config::HostMemory,
+    link::SessionId,
+};
 
 /// The log says not more often than this that the host is full.
 const HOST_FULL_PAUSE: Micros = Micros::from_secs(60);
@@ -40,8 +44,12 @@ pub(super) struct MemoryMoves {
     pub(super) swapped_out: BTreeSet<TenantId>,
     /// Those of them whose groups are not known to be frozen yet.
     freezing: BTreeSet<TenantId>,
+    /// Why tenants are there, as far as it is known.
+    pub(super) reasons: BTreeMap<TenantId, SwapReason>,
     /// Users' requests that are not answered yet.
     requests: BTreeMap<u64, Answer<Result<(), MoveError>>>,
+    /// The tenants that some of these are to move to the host.
+    leaving: BTreeMap<u64, TenantId>,
     requested: u64,
     pub(super) figures: BTreeMap<TenantId, types::MoveFigures>,
     told_full: Option<Micros>,
@@ -66,7 +74,9 @@ impl MemoryMoves {
             activity: BTreeMap::new(),
             swapped_out: BTreeSet::new(),
             freezing: BTreeSet::new(),
+            reasons: BTreeMap::new(),
             requests: BTreeMap::new(),
+            leaving: BTreeMap::new(),
             requested: 0,
             figures: BTreeMap::new(),
             told_full: None,
@@ -94,6 +104,7 @@ impl MemoryMoves {
     pub(super) fn forget(&mut self, tenant: TenantId) {
         self.activity.remove(&tenant);
         self.swapped_out.remove(&tenant);
+        self.reasons.remove(&tenant);
         self.freezing.remove(&tenant);
         self.figures.remove(&tenant);
     }
@@ -124,9 +135,12 @@ impl MemoryMoves {
         answer: Answer<Result<(), MoveError>>,
     ) {
         self.requested += 1;
-        let request = self.requested;
-        self.requests.insert(request, answer);
-        self.handle(state, event(request));
+        let event = event(self.requested);
+        if let Event::Sleep(tenant, request) | Event::Detain(tenant, request) = event {
+            self.leaving.insert(request, tenant);
+        }
+        self.requests.insert(self.requested, answer);
+        self.handle(state, event);
     }
 
     /// What a tenant's programs are shown of a device: free memory and capacity.
@@ -234,14 +248,23 @@ impl MemoryMoves {
             }
             Command::Shown { free, total, .. } => self.shown = (free, total),
             Command::Freeze(tenant) => {
+                if let Some(reason) = self.reason(state, now, tenant) {
+                    self.reasons.insert(tenant, reason);
+                }
                 self.park(state, tenant, true);
                 self.freezing.insert(tenant);
             }
             Command::Thaw(tenant) => {
                 self.freezing.remove(&tenant);
+                self.reasons.remove(&tenant);
                 self.park(state, tenant, false);
             }
             Command::Answer(request, result) => {
+                let left = self.leaving.remove(&request).filter(|_| result.is_ok());
+                // Its memory may have been there already.
+                if let Some(tenant) = left.filter(|it| self.swapped_out.contains(it)) {
+                    self.reasons.insert(tenant, SwapReason::Requested);
+                }
                 if let Some(answer) = self.requests.remove(&request) {
                     // The process that asked may have gone.
                     let _ = answer.send(result);
@@ -272,6 +295,28 @@ impl MemoryMoves {
             }
         }
         None
+    }
+
+    /// Why the broker has a tenant frozen, and then its memory moved to the host: the reason that is new, if it is known.
+    fn reason(&self, state: &State, now: Micros, tenant: TenantId) -> Option<SwapReason> {
+        if self.leaving.values().any(|it| *it == tenant) {
+            return Some(SwapReason::Requested);
+        }
+        let lines = self.broker.lines();
+        let mut entries = lines.iter().flat_map(|line| &line.entries);
+        // More of it follows, or a daemon before this one has moved it.
+        if entries.any(|(id, entry)| *id == tenant && entry.holding.swapped > 0) {
+            return None;
+        }
+        let after = state.tenants.get(&tenant)?.sleep_after_s;
+        let rests = self.activity.get(&tenant).filter(|it| !it.busy);
+        let is_idle = rests.zip(after).is_some_and(|(rests, after)| {
+            now.saturating_sub(rests.idle_since) >= Micros::from_secs(after)
+        });
+        Some(match is_idle {
+            true => SwapReason::Idle,
+            false => SwapReason::Needed,
+        })
     }
 
     /// Reports a request that was denied because of the tenant's limit.

@@ -36,6 +36,7 @@ pub(crate) struct View {
     /// Tenants whose memory is on its way or away.
     pub(crate) swapped_out: BTreeSet<TenantId>,
     pub(crate) standings: BTreeMap<TenantId, Standing>,
+    pub(crate) swap_reasons: BTreeMap<TenantId, types::SwapReason>,
     /// Bytes of host memory that moved memory takes, and may take.
     pub(crate) on_host: (u64, u64),
     pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
@@ -87,6 +88,7 @@ impl Engine {
             on_host: self.moves.broker.on_host(),
             moves: self.moves.figures.clone(),
             unlisted: self.unlisted.clone(),
+            swap_reasons: self.moves.reasons.clone(),
             lapsed: self.expiry.lapsed().collect(),
             tampering: self.tampers.list(now),
         };

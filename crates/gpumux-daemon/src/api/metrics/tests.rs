@@ -128,6 +128,7 @@ pub(crate) fn example() -> Scrape {
                 above_limit: 0,
             }],
             asleep: true,
+            swap_reason: None,
             waits_for_memory: true,
             uncontrolled: None,
             unlisted_calls: Vec::new(),

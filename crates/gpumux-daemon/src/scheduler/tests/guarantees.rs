@@ -1,9 +1,10 @@
 //! Guarantees: admission for each device, tenants of several devices, and claims without work.
 
-use gpumux_core::ledger::Holding;
+use gpumux_core::{broker::Reply, ledger::Holding};
 use gpumux_wire::message::Daemon;
 
 use super::*;
+use crate::api::types::SwapReason;
 
 #[test]
 fn guarantee_that_does_not_fit_changes_nothing() {
@@ -350,6 +351,50 @@ fn joining_program_is_not_moved_before_its_domain_is_known() {
     // It has not joined: it is as any other.
     bench.engine.add(group).unwrap();
     assert!(sleep(&mut bench).is_err(), "it is being moved");
+}
+
+#[test]
+fn reason_of_a_tenant_on_the_host_is_known() {
+    let reason = |is_requested| {
+        let mut bench = Bench::new();
+        let tenant = TenantId(1);
+        let spec = TenantSpec {
+            sleep_after_s: Some(2),
+            ..TenantSpec::default()
+        };
+        bench.spec(1, spec).unwrap();
+        let group = bench.group(1, 1, 1);
+        bench.meet(1, tenant, Arc::clone(&group.page));
+        bench.engine.add(group).unwrap();
+        bench.engine.memory_event(Event::Holds {
+            process: ProcessId(1),
+            device: "GPU-0".into(),
+            total: 80 << 30,
+            holding: Holding {
+                movable: 1 << 30,
+                ..Holding::default()
+            },
+        });
+        if is_requested {
+            let (answer, _) = tokio::sync::oneshot::channel();
+            let Engine { moves, state, .. } = &mut bench.engine;
+            moves.request(state, |request| Event::Sleep(tenant, request), answer);
+        } else {
+            bench.run(Micros::from_secs(5));
+        }
+        let quiesce = |it: &Daemon| match it {
+            Daemon::Quiesce { op, .. } => Some(*op),
+            _ => None,
+        };
+        let op = bench.received(1).iter().find_map(quiesce).unwrap();
+        let quiet = Event::Reply(ProcessId(1), op, Reply::Quiet(true));
+        bench.engine.memory_event(quiet);
+        let view = bench.engine.view();
+        assert!(view.swapped_out.contains(&tenant));
+        view.swap_reasons.get(&tenant).copied()
+    };
+    assert_eq!(reason(true), Some(SwapReason::Requested));
+    assert_eq!(reason(false), Some(SwapReason::Idle));
 }
 
 #[test]
