@@ -105,6 +105,7 @@ fn neighbours(tenant: &Tenant, all: &[Tenant], devices: &[Device]) -> Vec<Neighb
             class: other.class,
             state: other.state,
             guaranteed: other.guaranteed(),
+            group: other.group(),
             gpus: common().map(|uuid| gpu(uuid, devices)).collect(),
             received: common()
                 .map(|uuid| other.received(uuid))
@@ -156,8 +157,13 @@ fn received(tenant: &Tenant, devices: &[Device]) -> String {
     let mut parts: Vec<String> = (tenant.devices.iter())
         .map(|uuid| {
             let share = tenant.received(uuid);
+            let own = || tenant.domains.iter().filter(|it| it.device == *uuid);
+            let by = match own().any(|it| it.group.is_some()) {
+                true => ", by all of its group together",
+                false => "",
+            };
             let text = format!(
-                "{} of {} in the last second",
+                "{} of {} in the last second{by}",
                 percent(share),
                 gpu(uuid, devices)
             );
@@ -212,13 +218,13 @@ fn measured(tenant: &Tenant, uuid: &str, share: f64) -> String {
         .collect();
     let measured = measured.map(|all| all.values().sum::<f64>());
     match measured {
-        Some(measured) if share - measured > DIFFERS => format!(
-            " (by the driver's measure its kernels ran in {} of it: the rest passed between them, or in switches)",
-            percent(measured)
-        ),
-        Some(measured) if measured - share > DIFFERS => {
+        Some(measured) if (share - measured).abs() > DIFFERS => {
+            let less = match measured < share {
+                true => ", without what passes between its kernels and in switches",
+                false => "",
+            };
             format!(
-                " (computed from its timeslices and work; the driver measured {}, in a second of its own)",
+                " (computed from its timeslices and work; in another second the driver measured {}{less})",
                 percent(measured)
             )
         }
@@ -311,9 +317,9 @@ fn why(
         }
     }
     parts.extend(collectives(tenant));
-    parts.extend(place(&tenant.placement));
+    parts.extend(place(tenant, all));
     parts.extend(hindered(tenant, all));
-    parts.extend(fault(&tenant.name, faults));
+    parts.extend(fault(tenant, faults));
     parts.extend(unlisted(&tenant.unlisted_calls));
     parts.join(" ")
 }
@@ -439,17 +445,11 @@ fn rotation(tenant: &Tenant, all: &[Tenant]) -> String {
             )
         }),
     );
-    let mut names: Vec<&str> = (holders.iter().take(NAMED))
-        .map(|it| it.name.as_str())
-        .collect();
-    let rest = format!("{} more", holders.len() - names.len());
-    if holders.len() > names.len() {
-        names.push(&rest);
-    }
+    let names: Vec<&str> = holders.iter().map(|it| &*it.name).collect();
     format!(
         "Tenants that do not fit together have their memory on the GPU one after another, each for a memory quantum, and now it is that of {}. \
          It waits for at most about {} s while their processes answer.",
-        names.join(", "),
+        first(&names),
         wait.0.div_ceil(1_000_000)
     )
 }
@@ -479,7 +479,8 @@ fn collectives(tenant: &Tenant) -> Option<String> {
 }
 
 /// Time or space, and why, where there was a choice.
-fn place(placement: &Placement) -> Option<String> {
+fn place(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
+    let placement = &tenant.placement;
     if *placement == Placement::default() {
         return None;
     }
@@ -515,10 +516,19 @@ fn place(placement: &Placement) -> Option<String> {
         }
     };
     Some(match way {
-        Way::Time => format!("It shares in time, in a context of its own ({reason})."),
-        Way::Space => format!(
-            "It shares the SMs of the group {trust} ({reason}), where a fault of one ends all.{ranks}{confined}"
-        ),
+        Way::Time => {
+            format!("It shares in time, in a context of its own (decided at its start: {reason}).")
+        }
+        Way::Space => {
+            let members: Vec<&str> = tenant.members(all).map(|it| &*it.name).collect();
+            let with = match members.is_empty() {
+                true => "alone now".into(),
+                false => format!("now with {}", first(&members)),
+            };
+            format!(
+                "It shares the SMs of the group {trust}, {with} (decided at its start: {reason}); a fault of one ends all.{ranks}{confined}"
+            )
+        }
     })
 }
 
@@ -535,14 +545,16 @@ fn hindered(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
 }
 
 /// The last fault in a group that ended processes of a tenant.
-fn fault(name: &str, faults: &[Fault]) -> Option<String> {
+fn fault(tenant: &Tenant, faults: &[Fault]) -> Option<String> {
+    let (name, user) = (&*tenant.name, format!("{}/", tenant.uid));
     let concerns = |fault: &&Fault| {
-        fault.faulting_client.as_deref() == Some(name)
-            || fault.others.iter().any(|other| other == name)
+        fault.group.starts_with(&user)
+            && (fault.faulting_client.as_deref() == Some(name)
+                || fault.others.iter().any(|other| other == name))
     };
     let fault = faults.iter().rev().find(concerns)?;
     let whose = match fault.faulting_client.as_deref() {
-        Some(faulting_client) if faulting_client == name => "of its own".into(),
+        Some(faulting_client) if faulting_client == name => "of its own".to_owned(),
         Some(faulting_client) => format!("of {faulting_client}"),
         None => "whose cause is not known".into(),
     };
@@ -550,8 +562,12 @@ fn fault(name: &str, faults: &[Fault]) -> Option<String> {
         Some(ms) => format!("the group was there again after {ms} ms"),
         None => "the group could not be started again".into(),
     };
+    let processes = match fault.at < tenant.since {
+        true => "the processes of an earlier tenant of its name",
+        false => "its processes",
+    };
     Some(format!(
-        "A fault {whose} (error {}: {}) has ended its processes in the group {}; {after}, and programs that are started again are in it.",
+        "A fault {whose} (error {}: {}) has ended {processes} in the group {}; {after}, and programs that are started again are in it.",
         fault.error, fault.evidence, fault.group
     ))
 }
@@ -580,25 +596,37 @@ fn others(tenant: &Tenant, neighbours: &[Neighbour], foreign: &[String]) -> Stri
     if tenant.devices.is_empty() {
         return "-".into();
     }
-    let mut named: Vec<String> = (neighbours.iter().take(NAMED))
-        .map(|it| {
-            format!(
-                "{} {} ({}, {})",
-                it.name,
-                percent(it.received),
-                it.class,
-                it.state
-            )
-        })
-        .collect();
-    let rest = &neighbours[named.len()..];
+    // What a member received, all of its group received together.
+    let mut groups: Vec<Vec<&Neighbour>> = Vec::new();
+    for it in neighbours {
+        let same = |all: &&mut Vec<&Neighbour>| it.group.is_some() && all[0].group == it.group;
+        match groups.iter_mut().find(same) {
+            Some(group) => group.push(it),
+            None => groups.push(vec![it]),
+        }
+    }
+    let entry = |all: &Vec<&Neighbour>| {
+        let names: Vec<&str> = all.iter().map(|it| &*it.name).collect();
+        let one = all[0];
+        let own = one.group.is_some() && one.group == tenant.group();
+        let mut text = first(&names);
+        text += &match own {
+            true => String::new(),
+            false => format!(" {}", percent(one.received)),
+        };
+        text += &match (own, all.len()) {
+            (true, _) => " in its own group".into(),
+            (false, 1) => format!(" ({}, {})", one.class, one.state),
+            (false, _) => " together in a group".to_owned(),
+        };
+        text
+    };
+    let mut named: Vec<String> = groups.iter().take(NAMED).map(entry).collect();
+    let rest = &groups[named.len()..];
     if !rest.is_empty() {
-        let sum: f64 = rest.iter().map(|it| it.received).sum();
-        named.push(format!(
-            "{} more with {} together",
-            rest.len(),
-            percent(sum)
-        ));
+        let sum: f64 = rest.iter().map(|it| it[0].received).sum();
+        let count = rest.iter().map(Vec::len).sum::<usize>();
+        named.push(format!("{count} more with {} together", percent(sum)));
     }
     let tenants = match (named.is_empty(), foreign.is_empty()) {
         (true, true) => "it has the GPU for itself".into(),
@@ -738,6 +766,16 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool, most: Option<&
             }
         },
     }
+}
+
+/// The first of these names, and how many more there are.
+fn first(names: &[&str]) -> String {
+    let more = format!("{} more", names.len().saturating_sub(NAMED));
+    let mut all: Vec<&str> = names.iter().take(NAMED).copied().collect();
+    if names.len() > NAMED {
+        all.push(&more);
+    }
+    list(&all)
 }
 
 fn percent(share: f64) -> String {
@@ -1101,10 +1139,13 @@ mod tests {
             explain(&all[0], &all, &[], &[]).text
         };
         let low = said(&[Some(0.05)], None);
-        assert!(low.contains("its kernels ran in 5% of it"), "{low}");
+        assert!(
+            low.contains("in another second the driver measured 5%, without what passes"),
+            "{low}"
+        );
         let high = said(&[Some(0.5)], None);
         assert!(
-            high.contains("the driver measured 50%, in a second"),
+            high.contains("in another second the driver measured 50%)"),
             "{high}"
         );
         // 25% of each, of one process.
@@ -1117,6 +1158,47 @@ mod tests {
         ] {
             assert!(!text.contains("driver"), "{text}");
         }
+    }
+
+    #[test]
+    fn members_of_a_group_are_those_of_now_and_receive_together() {
+        let member = |name: &str, trust: Option<&str>| {
+            let group = trust.map(|_| 1);
+            let own = Domain {
+                group,
+                ..domain(false, "")
+            };
+            let mut member = tenant(name, Class::Batch, vec![own]);
+            member.placement = Placement {
+                way: if trust.is_some() {
+                    Way::Space
+                } else {
+                    Way::Time
+                },
+                reason: "first of team: others may join it".into(),
+                trust: trust.map(Into::into),
+                ..Placement::default()
+            };
+            member
+        };
+        let all = [
+            member("a", Some("team")),
+            member("b", Some("team")),
+            member("c", None),
+        ];
+        let of_a = lines(&all[0], &all);
+        let now = "the group team, now with b (decided at its start: first of team";
+        assert!(of_a[1].contains("by all of its group together"), "{of_a:?}");
+        assert!(of_a[2].contains(now), "{of_a:?}");
+        assert_eq!(of_a[3], "b in its own group, c 25% (batch, running)");
+        let of_c = lines(&all[2], &all);
+        assert_eq!(of_c[3], "a and b 25% together in a group");
+        assert!(!of_c[1].contains("group"), "{of_c:?}");
+        let alone = lines(&all[0], &all[..1]);
+        assert!(
+            alone[2].contains("the group team, alone now (decided"),
+            "{alone:?}"
+        );
     }
 
     #[test]
@@ -1200,6 +1282,19 @@ mod tests {
         ] {
             assert!(text.contains(part), "{text}");
         }
+        sleeper.spec.sleep_after_s = Some(90);
+        for (reason, why) in [
+            (SwapReason::Requested, "by request (`gpumux sleep`)."),
+            (
+                SwapReason::Idle,
+                "after 1m30s without work (`--sleep-after`).",
+            ),
+            (SwapReason::Needed, "because other tenants needed the room."),
+        ] {
+            sleeper.swap_reason = Some(reason);
+            let text = said(&sleeper, &[]);
+            assert!(text.contains(&format!("is on the host, {why}")), "{text}");
+        }
         let stays = "512 MiB of its memory stays on GPU-0: managed or stream-ordered memory";
         assert!(!text.contains("stays on"), "{text}");
         sleeper.memory[0].pinned = 512 << 20;
@@ -1247,6 +1342,20 @@ mod tests {
             "{text}"
         );
         assert!(said(&web, &faults[..1]).contains("A fault of its own"));
+        let again = Tenant {
+            since: 1,
+            ..web.clone()
+        };
+        let text = said(&again, &faults);
+        assert!(text.contains("an earlier tenant of its name"), "{text}");
+        let namesake = Tenant {
+            uid: 1000,
+            ..web.clone()
+        };
+        assert!(
+            !said(&namesake, &faults).contains("A fault"),
+            "another user's"
+        );
         let foreign = [fault(Some("bad"), &["other"])];
         assert!(!said(&web, &foreign).contains("A fault"));
     }
@@ -1270,16 +1379,3 @@ mod tests {
         }
     }
 }
-        sleeper.spec.sleep_after_s = Some(90);
-        for (reason, why) in [
-            (SwapReason::Requested, "by request (`gpumux sleep`)."),
-            (
-                SwapReason::Idle,
-                "after 1m30s without work (`--sleep-after`).",
-            ),
-            (SwapReason::Needed, "because other tenants needed the room."),
-        ] {
-            sleeper.swap_reason = Some(reason);
-            let text = said(&sleeper, &[]);
-            assert!(text.contains(&format!("is on the host, {why}")), "{text}");
-        }

@@ -27,6 +27,8 @@ pub(super) fn show(tenant: Tenant, view: &View) -> types::Tenant {
         uncontrolled: tenant.uncontrolled.is_some(),
     });
     let counted = view.counted.get(&tenant.id);
+    // Of the same moment as all that follows from it: it may have changed since.
+    let spec = view.specs.get(&tenant.id).unwrap_or(&tenant.spec).clone();
     let lines = view.memory.iter().flat_map(|line| {
         let own = line.entries.iter().filter(|(id, _)| *id == tenant.id);
         own.map(|(_, entry)| memory_share(&line.uuid, tenant.name.clone(), entry))
@@ -34,17 +36,17 @@ pub(super) fn show(tenant: Tenant, view: &View) -> types::Tenant {
     let memory: Vec<MemoryShare> = lines.collect();
     types::Tenant {
         asleep: view.swapped_out.contains(&tenant.id),
+        swap_reason: view.swap_reasons.get(&tenant.id).copied(),
         waits_for_memory: needs_memory,
         moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
-        swap_reason: view.swap_reasons.get(&tenant.id).copied(),
         unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())
             .cloned()
             .collect(),
         uncontrolled: tenant.uncontrolled,
         memory,
         name: tenant.name,
-        class: tenant.spec.class,
-        spec: tenant.spec,
+        class: spec.class,
+        spec,
         uid: tenant.uid,
         user: tenant.user,
         may_use: tenant.devices,

@@ -376,10 +376,10 @@ pub struct Created {
     pub environment: BTreeMap<String, String>,
     /// How it shares devices, and why.
     #[serde(default)]
+    pub placement: Placement,
     /// Its spec.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spec: Option<TenantSpec>,
-    pub placement: Placement,
     /// What it has because it was [set](SpecChange) for its name before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remembered: Option<SpecChange>,
@@ -625,29 +625,29 @@ impl Tenant {
         [sum(|it| it.copies.to_device), sum(|it| it.copies.to_host)].map(Option::unwrap_or_default)
     }
 
+    /// User and trust domain of its group, as `1000/team`, if it is in one.
+    pub fn group(&self) -> Option<String> {
+        let trust = self.placement.trust.as_deref();
+        let trust = trust.filter(|_| self.placement.way == Way::Space)?;
+        Some(format!("{}/{trust}", self.uid))
+    }
+
+    /// The other members of its group, of all tenants.
+    pub fn members<'a>(&self, all: &'a [Self]) -> impl Iterator<Item = &'a Self> {
+        let (own, group) = (self.name.clone(), self.group());
+        let is_other = move |it: &&Self| it.name != own && group.is_some() && it.group() == group;
+        all.iter().filter(is_other)
+    }
+
     /// The members of its group, of all tenants, that keep more SMs until they end than its guarantee leaves them.
     pub fn hindered_by<'a>(&self, all: &'a [Self]) -> Vec<&'a str> {
-        let group = |it: &Self| match it.placement.way {
-            Way::Space => Some((it.uid, it.placement.trust.clone())),
-            Way::Time => None,
-        };
-        let own = group(self);
-        let hinders = |it: &&Self| {
-            it.name != self.name
-                && own.is_some()
-                && group(it) == own
-                && space::hinders(it.placement.sm_percent, self.spec.guaranteed)
-        };
-        all.iter().filter(hinders).map(|it| &*it.name).collect()
+        let guaranteed = self.spec.guaranteed;
+        let hinders = |it: &&Self| space::hinders(it.placement.sm_percent, guaranteed);
+        let members = self.members(all).filter(hinders);
+        members.map(|it| &*it.name).collect()
     }
 }
 
-/// Collectives of a tenant, sends and receives included. All 0 where NCCL does not report to gpumux's library; those that captured graphs run
-/// are not counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct CollectiveFigures {
-    /// Calls.
-    pub calls: u64,
 /// Why a tenant's memory was moved to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
@@ -660,6 +660,12 @@ pub enum SwapReason {
     Needed,
 }
 
+/// Collectives of a tenant, sends and receives included. All 0 where NCCL does not report to gpumux's library; those that captured graphs run
+/// are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CollectiveFigures {
+    /// Calls.
+    pub calls: u64,
     /// Bytes that its ranks on this machine sent in them.
     pub bytes: u64,
     /// Whether one is not known to be done.
@@ -1040,7 +1046,10 @@ pub struct Neighbour {
     pub guaranteed: f64,
     /// The devices that both use, by index.
     pub gpus: Vec<String>,
-    /// The most that it received of one of them in the last second.
+    /// User and trust domain of its group, as `1000/team`, if it is in one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+    /// The most that it received of one of them in the last second: in a group, what all members received together.
     pub received: f64,
 }
 

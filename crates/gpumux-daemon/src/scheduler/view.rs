@@ -6,7 +6,7 @@ use std::{
 };
 
 use gpumux_core::{
-    Micros, TenantId,
+    Micros, TenantId, TenantSpec,
     broker::{Line, Standing},
     runlist::Mechanism,
 };
@@ -23,6 +23,7 @@ use crate::api::types;
 #[derive(Clone, Debug)]
 pub(crate) struct View {
     pub(crate) domains: Vec<(TenantId, types::Domain)>,
+    pub(crate) specs: BTreeMap<TenantId, TenantSpec>,
     /// How long each domain had work itself, whatever the others of its group had, in µs.
     pub(crate) busy_us: BTreeMap<u64, u64>,
     /// What each tenant had on each device so far, its ended domains too.
@@ -35,8 +36,8 @@ pub(crate) struct View {
     pub(crate) memory: Vec<Line>,
     /// Tenants whose memory is on its way or away.
     pub(crate) swapped_out: BTreeSet<TenantId>,
-    pub(crate) standings: BTreeMap<TenantId, Standing>,
     pub(crate) swap_reasons: BTreeMap<TenantId, types::SwapReason>,
+    pub(crate) standings: BTreeMap<TenantId, Standing>,
     /// Bytes of host memory that moved memory takes, and may take.
     pub(crate) on_host: (u64, u64),
     pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
@@ -72,6 +73,9 @@ impl Engine {
         let now = self.state.now();
         let mut view = View {
             domains: Vec::new(),
+            specs: (self.state.tenants.iter())
+                .map(|(id, spec)| (*id, spec.clone()))
+                .collect(),
             busy_us: BTreeMap::new(),
             totals: BTreeMap::new(),
             devices: Vec::new(),
@@ -84,11 +88,11 @@ impl Engine {
             counted: self.ended.clone(),
             memory: self.moves.broker.lines(),
             swapped_out: self.moves.swapped_out.clone(),
+            swap_reasons: self.moves.reasons.clone(),
             standings: self.moves.broker.standings().collect(),
             on_host: self.moves.broker.on_host(),
             moves: self.moves.figures.clone(),
             unlisted: self.unlisted.clone(),
-            swap_reasons: self.moves.reasons.clone(),
             lapsed: self.expiry.lapsed().collect(),
             tampering: self.tampers.list(now),
         };
