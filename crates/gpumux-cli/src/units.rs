@@ -67,7 +67,8 @@ pub(crate) fn interval(text: &str) -> Result<f64, String> {
 
 /// Seconds of the past.
 pub(crate) fn past(text: &str) -> Result<f64, String> {
-    number(text, 0.001..=86_400.0)
+    // What the API takes.
+    number(text, 0.001..=3600.0)
 }
 
 /// A weight.

@@ -2,13 +2,13 @@
 
 use std::process::ExitCode;
 
-use gpumux_daemon::api::types::Setting;
+use gpumux_daemon::api::types::{Setting, SpecChange};
 
 use super::{
     client,
     spec::{self, SpecArgs},
 };
-use crate::output;
+use crate::{output, units::Usage};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -35,7 +35,6 @@ gpumux set [OPTIONS] <NAME>
 /// Change the settings of a running tenant
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES, override_usage = USAGE)]
-#[command(group(clap::ArgGroup::new("change").args(spec::keys()).args(["forget", "list"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     #[arg(required_unless_present = "list")]
@@ -75,6 +74,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let change = args.spec.change()?;
+    if change == SpecChange::default() {
+        let nothing =
+            "nothing to change is named: use a setting such as --class, --forget or --list";
+        return Err(Usage(nothing.into()).into());
+    }
     let tenant = client::about(name, async |client| client.change(name, &change).await)?;
     if args.json {
         output::json(&tenant)?;
@@ -100,4 +104,24 @@ fn table(settings: &[Setting]) -> String {
     };
     rows.extend(settings.iter().map(row));
     output::table(&rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn name_without_a_setting_is_wrong_usage() {
+        let line = Line::try_parse_from(["set", "web"]).unwrap();
+        let error = run(&line.args).unwrap_err();
+        assert!(error.is::<Usage>(), "{error}");
+    }
 }

@@ -14,7 +14,7 @@ use crate::units::{self, Usage};
 pub(crate) const GROUP: &str = "spec";
 
 /// The names of all flags of the spec, as clap has them.
-pub(crate) fn keys() -> impl Iterator<Item = &'static str> {
+fn keys() -> impl Iterator<Item = &'static str> {
     SpecChange::FIELDS.iter().map(|field| field.key)
 }
 
