@@ -50,10 +50,14 @@ class Decode(unittest.TestCase):
 class XSched(unittest.TestCase):
     def setUp(self) -> None:
         self.mode = peers.XSched("xsched", Path("."), 3)
+        program = "import sys; print(flush=True); sys.stdin.read()"
         self.program = subprocess.Popen(
-            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env=os.environ | {"BENCH_PROGRAM": "xsched/server"}
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"BENCH_PROGRAM": "xsched/server"}
         )
         self.addCleanup(self.program.communicate)
+        # Before it runs, its environment cannot be read.
+        assert self.program.stdout is not None
+        self.program.stdout.readline()
 
     def check(self, level: int) -> None:
         answer = mock.MagicMock()
