@@ -64,6 +64,32 @@ fn a_sleeper_that_is_killed_leaves_nothing() {
     verified(&node.tenant("--name next", &program(5, "32MiB", 300)).run());
 }
 
+/// A daemon examines the groups of a program that it takes over: they must not run meanwhile.
+#[test]
+fn a_kernel_whose_memory_is_away_ends_right_with_the_next_daemon() {
+    if real() {
+        return eprintln!("SKIPPED: two programs do not fill a real device in time");
+    }
+    let mut node = Node::with_memory(256 << 20);
+    let mut worker = checks(&node, "120MiB", 4);
+    assert!(sleeps(&node, "worker"));
+    let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
+    let holder = Process::start(&mut node.tenant("--name holder", idle));
+    node.wait_tenant("holder", |it| bytes(it, "in_use") >= 150 << 20);
+    node.kill_daemon();
+    // The library reports it after its first try.
+    wait_for("the worker's line", PATIENCE, || {
+        worker.err().contains("trying on").then_some(())
+    });
+    node.start_daemon();
+    node.wait_tenant("worker", |it| {
+        it["domains"][0].is_object() && bytes(it, "swapped") > 0
+    });
+    holder.kill();
+    node.gpumux(["wake", "worker"]).run().ok();
+    verified(&worker.finish_within(PATIENCE * 3));
+}
+
 /// Its program gets the driver's error, as without gpumux.
 #[test]
 fn a_sleeper_whose_device_is_lost_ends() {

@@ -29,7 +29,7 @@ impl From<&TenantSpec> for Claim {
             guaranteed: sane(spec.guaranteed, 0.0, limit, 0.0),
             limit,
             weight: sane(spec.weight, lightest, heaviest, 1.0),
-            objective: spec.objective_us().map(Micros),
+            objective: spec.latency_objective_us.map(Micros),
         }
     }
 }
