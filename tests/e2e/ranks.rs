@@ -83,7 +83,7 @@ fn ranks_that_share_a_device_are_refused_without_a_group() {
     let options = "--name job --ranks-per-gpu 2 --trust team --sharing time";
     let time = node.tenant(options, "true").run();
     assert!(
-        time.code() != 0 && time.err.contains("asked for time"),
+        time.code() == 2 && time.err.contains("--sharing time"),
         "{time:?}"
     );
 }
