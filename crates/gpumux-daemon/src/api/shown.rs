@@ -27,8 +27,6 @@ pub(super) fn show(tenant: Tenant, view: &View) -> types::Tenant {
         uncontrolled: tenant.uncontrolled.is_some(),
     });
     let counted = view.counted.get(&tenant.id);
-    // Of the same moment as all that follows from it: it may have changed since.
-    let spec = view.specs.get(&tenant.id).unwrap_or(&tenant.spec).clone();
     let lines = view.memory.iter().flat_map(|line| {
         let own = line.entries.iter().filter(|(id, _)| *id == tenant.id);
         own.map(|(_, entry)| memory_share(&line.uuid, tenant.name.clone(), entry))
@@ -45,8 +43,8 @@ pub(super) fn show(tenant: Tenant, view: &View) -> types::Tenant {
         uncontrolled: tenant.uncontrolled,
         memory,
         name: tenant.name,
-        class: spec.class,
-        spec,
+        class: tenant.spec.class,
+        spec: tenant.spec,
         uid: tenant.uid,
         user: tenant.user,
         may_use: tenant.devices,

@@ -6,7 +6,7 @@ use std::{
 };
 
 use gpumux_core::{
-    Micros, TenantId, TenantSpec,
+    Micros, TenantId,
     broker::{Line, Standing},
     runlist::Mechanism,
 };
@@ -23,7 +23,6 @@ use crate::api::types;
 #[derive(Clone, Debug)]
 pub(crate) struct View {
     pub(crate) domains: Vec<(TenantId, types::Domain)>,
-    pub(crate) specs: BTreeMap<TenantId, TenantSpec>,
     /// How long each domain had work itself, whatever the others of its group had, in µs.
     pub(crate) busy_us: BTreeMap<u64, u64>,
     /// What each tenant had on each device so far, its ended domains too.
@@ -73,9 +72,6 @@ impl Engine {
         let now = self.state.now();
         let mut view = View {
             domains: Vec::new(),
-            specs: (self.state.tenants.iter())
-                .map(|(id, spec)| (*id, spec.clone()))
-                .collect(),
             busy_us: BTreeMap::new(),
             totals: BTreeMap::new(),
             devices: Vec::new(),
