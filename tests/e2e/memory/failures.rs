@@ -71,7 +71,7 @@ fn a_kernel_whose_memory_is_away_ends_right_with_the_next_daemon() {
         return eprintln!("SKIPPED: two programs do not fill a real device in time");
     }
     let mut node = Node::with_memory(256 << 20);
-    let mut worker = checks(&node, "120MiB", 4);
+    let worker = checks(&node, "120MiB", 4);
     assert!(sleeps(&node, "worker"));
     let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
     let holder = Process::start(&mut node.tenant("--name holder", idle));
