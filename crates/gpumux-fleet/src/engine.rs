@@ -1,12 +1,13 @@
 //! gpumux's own placement.
 //!
 //! A guaranteed tenant goes where the fleet loses least by the learned [`Outlook`]. Losses that differ by little count as equal, and then the node of the lowest rank is taken, so that
-//! nodes fill one after another. A preemptible tenant goes where most is idle.
+//! nodes fill one after another. A preemptible tenant goes where most is idle. Both keep clear of neighbours that need
+//! the same memory bandwidth.
 
 use crate::{
     fleet::{Fleet, Free, Gpus, Move, NodeId, Place, Refused, TenantId, part_of},
     index::Index,
-    model::{Class, Demand, NodeSpec},
+    model::{Class, Demand, NodeSpec, WHOLE},
     outlook::{Outlook, UNIT},
 };
 
@@ -14,6 +15,12 @@ use crate::{
 const STEP: u64 = 40;
 /// A preemptible tenant's GPUs are compared in steps of this much use, in thousandths.
 const SPREAD: u32 = 100;
+/// Demands for memory bandwidth on one GPU disturb each other from this sum on, in thousandths of the card's.
+const BANDWIDTH: u32 = 900;
+/// Network domains that are tried for a gang as a whole.
+const MOST_DOMAINS: usize = 64;
+/// Score that outweighs every difference in loss on one node.
+const GRAVE: i64 = 1_000_000;
 
 /// Chooses places. Pure: equal calls give equal answers.
 #[derive(Clone, Debug)]
@@ -51,9 +58,77 @@ impl Engine {
 
     /// Where the demand should go. None if it fits nowhere.
     pub fn choose(&mut self, fleet: &Fleet, demand: &Demand) -> Option<Place> {
+        self.choose_in(fleet, demand, None)
+    }
+
+    /// Where so many equal parts of one tenant should go: in the network domain of the best node if all fit there,
+    /// else in that of the next best, else each beside the one before it as far as that goes. None if they do not
+    /// all fit. The fleet is as before in any case.
+    pub fn choose_gang(
+        &mut self,
+        fleet: &mut Fleet,
+        demand: &Demand,
+        parts: u32,
+    ) -> Option<Vec<Place>> {
         let scorer = Scorer(&self.outlook);
         let score = |_, free: &Free| scorer.score(free, demand).map(|(score, _)| score);
-        let node = self.index.order(fleet, demand, score).next()?;
+        let mut domains = Vec::new();
+        for node in self.index.order(fleet, demand, score) {
+            let domain = fleet.specs()[node as usize].domain;
+            if domains.len() < MOST_DOMAINS && !domains.contains(&domain) {
+                domains.push(domain);
+            }
+        }
+        let within = domains
+            .into_iter()
+            .map(Some)
+            .find_map(|only| self.try_gang(fleet, demand, parts, only));
+        within.or_else(|| self.try_gang(fleet, demand, parts, None))
+    }
+
+    fn try_gang(
+        &mut self,
+        fleet: &mut Fleet,
+        demand: &Demand,
+        parts: u32,
+        only: Option<u32>,
+    ) -> Option<Vec<Place>> {
+        // Numbers that no tenant has; they are free again when this returns.
+        let unused = (0..TenantId::MAX)
+            .rev()
+            .filter(|id| !fleet.tenants().contains_key(id));
+        let ids: Vec<TenantId> = unused.take(parts as usize).collect();
+        let mut places: Vec<Place> = Vec::new();
+        let mut near = only;
+        for id in &ids {
+            let beside = near.and_then(|domain| self.choose_in(fleet, demand, Some(domain)));
+            let chosen = beside.or_else(|| {
+                if only.is_none() {
+                    self.choose_in(fleet, demand, None)
+                } else {
+                    None
+                }
+            });
+            let Some(place) = chosen else { break };
+            if fleet.place(*id, *demand, place).is_err() {
+                break;
+            }
+            near = Some(fleet.specs()[place.node as usize].domain);
+            places.push(place);
+        }
+        for id in &ids[..places.len()] {
+            fleet.release(*id);
+        }
+        (places.len() == parts as usize).then_some(places)
+    }
+
+    /// The best place in the fleet, or in one network domain.
+    fn choose_in(&mut self, fleet: &Fleet, demand: &Demand, domain: Option<u32>) -> Option<Place> {
+        let scorer = Scorer(&self.outlook);
+        let score = |_, free: &Free| scorer.score(free, demand).map(|(score, _)| score);
+        let inside =
+            |node: &u32| domain.is_none_or(|domain| fleet.specs()[*node as usize].domain == domain);
+        let node = self.index.order(fleet, demand, score).find(inside)?;
         let (_, gpus) = scorer.score(&fleet.free()[node as usize], demand)?;
         Some(Place { node, gpus })
     }
@@ -160,7 +235,7 @@ impl Scorer<'_> {
             return None;
         }
         match demand.class {
-            Class::Preemptible => spread(free, demand),
+            Class::Preemptible => self.spread(free, demand),
             Class::Guaranteed if demand.is_fraction() => {
                 let before = self.loss(free);
                 let mut best: Option<(i64, Gpus)> = None;
@@ -193,6 +268,7 @@ impl Scorer<'_> {
                 packs = true;
             }
             left = left.without(demand, gpus)?;
+            cost += crowded(&left, gpus);
         }
         let gain = match packs {
             true => self.loss(free) as i64 - self.loss(&left) as i64,
@@ -209,19 +285,41 @@ impl Scorer<'_> {
     fn packed(&self, free: &Free, before: u64, demand: &Demand, gpus: Gpus) -> Option<i64> {
         let left = free.without(demand, gpus)?;
         let gain = before as i64 - self.loss(&left) as i64;
-        Some(gain.div_euclid((STEP * UNIT) as i64))
+        Some(gain.div_euclid((STEP * UNIT) as i64) - crowded(&left, gpus))
+    }
+
+    fn spread(&self, free: &Free, demand: &Demand) -> Option<(i64, Gpus)> {
+        let mut gpus = Gpus::default();
+        let mut used = 0;
+        for _ in 0..demand.gpus {
+            let open = (0..usize::from(free.gpus))
+                .filter(|gpu| gpus.0 >> gpu & 1 == 0 && free.hosts(*gpu, demand));
+            let (use_of, gpu) = open.map(|gpu| (free.used_milli(gpu), gpu)).min()?;
+            used = used.max(use_of);
+            gpus = gpus.with(gpu);
+        }
+        let left = free.without(demand, gpus)?;
+        Some((-i64::from(used / SPREAD) - crowded(&left, gpus), gpus))
     }
 }
 
-fn spread(free: &Free, demand: &Demand) -> Option<(i64, Gpus)> {
-    let mut gpus = Gpus::default();
-    let mut used = 0;
-    for _ in 0..demand.gpus {
-        let open = (0..usize::from(free.gpus))
-            .filter(|gpu| gpus.0 >> gpu & 1 == 0 && free.hosts(*gpu, demand));
-        let (use_of, gpu) = open.map(|gpu| (free.used_milli(gpu), gpu)).min()?;
-        used = used.max(use_of);
-        gpus = gpus.with(gpu);
+/// What it costs that tenants of these GPUs want more memory bandwidth together than the card has.
+fn crowded(left: &Free, gpus: Gpus) -> i64 {
+    let over = |gpu| left.bandwidth_milli(gpu).saturating_sub(BANDWIDTH);
+    let over: u32 = gpus.iter().map(over).sum();
+    if over == 0 {
+        0
+    } else {
+        GRAVE + i64::from(over / SPREAD)
     }
-    Some((-i64::from(used / SPREAD), gpus))
+}
+
+/// The smallest share of a GPU, in thousandths, at which a program reaches `target` of its throughput on the whole
+/// one: where the tenant states an objective instead of a share. In steps of a hundredth; a whole GPU if nothing less
+/// will do. An empty profile is linear.
+pub fn share_for(profile: &gpumux_core::space::Curve, target: f64) -> u32 {
+    let enough = |percent: &u32| profile.utility(*percent, 100) + 1e-9 >= target;
+    (1..=100)
+        .find(enough)
+        .map_or(WHOLE, |percent| percent * WHOLE / 100)
 }

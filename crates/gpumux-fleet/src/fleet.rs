@@ -47,6 +47,8 @@ pub struct Free {
     memory: [u32; MOST_GPUS],
     /// What preemptible tenants ask of each GPU, in thousandths.
     preemptible: [u16; MOST_GPUS],
+    /// Memory bandwidth that tenants want of each GPU, in thousandths.
+    bandwidth: [u16; MOST_GPUS],
     kinds: [u16; MOST_GPUS + 1],
 }
 
@@ -65,6 +67,7 @@ impl Free {
             milli,
             memory,
             preemptible: [0; MOST_GPUS],
+            bandwidth: [0; MOST_GPUS],
             kinds: [0; MOST_GPUS + 1],
         }
     }
@@ -96,6 +99,16 @@ impl Free {
     /// Shares of a GPU that tenants hold or ask for, guaranteed and preemptible, in thousandths.
     pub fn used_milli(&self, gpu: usize) -> u32 {
         WHOLE - u32::from(self.milli[gpu]) + u32::from(self.preemptible[gpu])
+    }
+
+    /// What preemptible tenants ask of a GPU, in thousandths.
+    pub fn preemptible_milli(&self, gpu: usize) -> u32 {
+        u32::from(self.preemptible[gpu])
+    }
+
+    /// Memory bandwidth that tenants want of a GPU, in thousandths of what it has.
+    pub fn bandwidth_milli(&self, gpu: usize) -> u32 {
+        u32::from(self.bandwidth[gpu])
     }
 
     /// Whether one of the demand's shares fits on this GPU. A guaranteed share needs as much free, also of memory; a
@@ -144,6 +157,7 @@ impl Free {
             if gpu >= usize::from(self.gpus) || !self.hosts(gpu, demand) {
                 return None;
             }
+            left.bandwidth[gpu] = left.bandwidth[gpu].saturating_add(demand.bandwidth_milli);
             match demand.class {
                 Class::Guaranteed => {
                     left.milli[gpu] -= demand.milli as u16;
@@ -163,6 +177,7 @@ impl Free {
         self.cpu_milli += demand.cpu_milli;
         self.memory_mib += demand.memory_mib;
         for gpu in gpus.iter() {
+            self.bandwidth[gpu] -= demand.bandwidth_milli;
             match demand.class {
                 Class::Guaranteed => {
                     self.milli[gpu] += demand.milli as u16;

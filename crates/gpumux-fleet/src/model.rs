@@ -44,6 +44,11 @@ impl Models {
         })?;
         u8::try_from(number).ok()
     }
+
+    /// The name of a model.
+    pub fn name(&self, number: u8) -> &str {
+        self.0.get(usize::from(number)).map_or("", String::as_str)
+    }
 }
 
 /// What a node has. All its GPUs are of one model.
@@ -61,6 +66,8 @@ pub struct NodeSpec {
     pub model: u8,
     /// Memory of each GPU, in MiB. 0: not known; then demands for GPU memory are not checked.
     pub gpu_memory_mib: u32,
+    /// Network domain (a rack or a pod of switches): nodes of one domain are near to each other.
+    pub domain: u32,
 }
 
 /// What a tenant's share means to its neighbours.
@@ -89,6 +96,8 @@ pub struct Demand {
     pub models: ModelSet,
     /// Memory of each GPU, in MiB. 0: not stated.
     pub gpu_memory_mib: u32,
+    /// Memory bandwidth of each GPU that it uses when it runs alone there, in thousandths of the card's. 0: not known.
+    pub bandwidth_milli: u16,
     /// Whether the share is guaranteed.
     pub class: Class,
 }

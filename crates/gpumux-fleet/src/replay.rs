@@ -57,7 +57,14 @@ pub enum Policy {
     Gpumux(Moves),
 }
 
-/// A workload that arrives on an empty fleet, one tenant at a time, until it asked for 130% of the GPUs. The same arguments give the same run.
+/// Lets a workload arrive on an empty fleet until it asked for 130% of the GPUs. The same arguments give the same run.
+pub fn run(specs: &[NodeSpec], workload: &[Demand], policy: Policy, seed: u64) -> Run {
+    let mut replay = Replay::new(specs, workload, policy, seed);
+    while replay.step().is_some() {}
+    replay.result()
+}
+
+/// A replay that goes on by one arrival at a time.
 pub struct Replay {
     fleet: Fleet,
     typical: Typical,
@@ -133,6 +140,11 @@ impl Replay {
         self.placed += usize::from(placed);
         self.meter.note(&self.fleet, &self.typical, changes);
         Some(placed)
+    }
+
+    /// The fleet as it is now.
+    pub fn fleet(&self) -> &Fleet {
+        &self.fleet
     }
 
     /// What happened so far.

@@ -151,6 +151,7 @@ pub fn nodes(text: &str, models: &mut Models) -> Result<Vec<NodeSpec>, Error> {
             gpus: u8::try_from(gpus).unwrap_or(u8::MAX),
             model,
             gpu_memory_mib: row.gpu_memory_mib,
+            domain: 0,
         })
     };
     rows(text).map(node).collect()
@@ -190,6 +191,7 @@ pub fn pods(text: &str, models: &mut Models) -> Result<Vec<Pod>, Error> {
             },
             models: if gpus == 0 { ModelSet::ANY } else { accepted },
             gpu_memory_mib: row.gpu_memory_mib,
+            bandwidth_milli: 0,
             class: Class::Guaranteed,
         };
         Ok(Pod {

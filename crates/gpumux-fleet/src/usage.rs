@@ -280,6 +280,7 @@ fn nodes(count: usize, setting: &Setting) -> Vec<NodeSpec> {
         gpus: 1,
         model: 0,
         gpu_memory_mib: setting.card_mib,
+        domain: 0,
     };
     (0..count).map(node).collect()
 }

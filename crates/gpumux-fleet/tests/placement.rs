@@ -1,7 +1,8 @@
 //! What placements must never do, and what they must always do.
 
+use gpumux_core::space::Curve;
 use gpumux_fleet::{
-    engine::{Engine, Moves},
+    engine::{Engine, Moves, share_for},
     fleet::{Fleet, Free, Gpus, Move, Place, Refused},
     index::Index,
     model::{Class, Demand, NodeSpec, WHOLE},
@@ -134,6 +135,26 @@ proptest! {
         let new = Fleet::new(specs);
         prop_assert_eq!(fleet.free(), new.free());
     }
+
+    #[test]
+    fn gang_choice_leaves_the_fleet_unchanged(
+        specs in nodes(),
+        events in prop::collection::vec((demands(), any::<bool>()), 1..20),
+        demand in demands(),
+        parts in 1..6u32,
+    ) {
+        let (mut fleet, _) = play(&specs, &events, Moves::default());
+        let before = (fleet.free().to_vec(), fleet.tenants().clone());
+        let mut engine = Engine::new(&specs, &[demand], Vec::new());
+        if let Some(places) = engine.choose_gang(&mut fleet, &demand, parts) {
+            prop_assert_eq!(places.len(), parts as usize);
+            let mut trial = fleet.clone();
+            for (id, place) in (1 << 40..).zip(places) {
+                trial.place(id, demand, place).unwrap();
+            }
+        }
+        prop_assert_eq!((fleet.free().to_vec(), fleet.tenants().clone()), before);
+    }
 }
 
 #[test]
@@ -178,6 +199,25 @@ fn preemptible_tenant_prefers_the_gpu_that_idles_most() {
 }
 
 #[test]
+fn neighbours_that_want_the_same_bandwidth_are_parted() {
+    let specs = vec![node(0, 2, 0)];
+    let hungry = Demand {
+        bandwidth_milli: 700,
+        ..share(300)
+    };
+    let mut fleet = Fleet::new(specs.clone());
+    fleet.place(0, hungry, place(0, 0)).unwrap();
+    let mut engine = Engine::new(&specs, &[hungry], Vec::new());
+    assert_eq!(engine.choose(&fleet, &hungry), Some(place(0, 1)));
+    // One that uses little is packed.
+    let modest = Demand {
+        bandwidth_milli: 100,
+        ..share(300)
+    };
+    assert_eq!(engine.choose(&fleet, &modest), Some(place(0, 0)));
+}
+
+#[test]
 fn guaranteed_memory_that_is_not_there_is_refused() {
     let specs = vec![node(0, 1, 0)];
     let large = Demand {
@@ -193,6 +233,23 @@ fn guaranteed_memory_that_is_not_there_is_refused() {
         ..large
     };
     assert_eq!(fleet.place(1, preemptible, place(0, 0)), Ok(()));
+}
+
+#[test]
+fn gang_is_placed_in_one_network_domain() {
+    // Two nodes to a domain; the first has a GPU taken.
+    let specs: Vec<NodeSpec> = (0..6).map(|number| node(number, 2, 0)).collect();
+    let mut fleet = Fleet::new(specs.clone());
+    fleet.place(0, whole(1), place(0, 0)).unwrap();
+    let part = whole(2);
+    let mut engine = Engine::new(&specs, &[part, whole(1)], Vec::new());
+    let places = engine.choose_gang(&mut fleet, &part, 2).unwrap();
+    let domains: Vec<u32> = places
+        .iter()
+        .map(|place| specs[place.node as usize].domain)
+        .collect();
+    assert_eq!(domains[0], domains[1]);
+    assert_eq!(engine.choose_gang(&mut fleet, &part, 6), None);
 }
 
 #[test]
@@ -227,6 +284,15 @@ fn tenant_that_fits_nowhere_is_placed_after_a_move() {
         }]
     );
     assert_eq!(admitted.place, place(0, 1));
+}
+
+#[test]
+fn share_for_an_objective_follows_the_scaling_profile() {
+    let saturates = Curve::of_percents([(25, 80.0), (50, 95.0), (100, 100.0)]);
+    assert_eq!(share_for(&saturates, 0.8), 250);
+    assert_eq!(share_for(&saturates, 0.95), 500);
+    assert_eq!(share_for(&Curve::default(), 0.8), 800);
+    assert_eq!(share_for(&saturates, 1.5), WHOLE);
 }
 
 #[test]
@@ -285,6 +351,7 @@ fn memory_of_a_gpu_is_kept_for_tenants_that_need_it() {
         gpus: 1,
         model: 0,
         gpu_memory_mib: 80_000,
+        domain: 0,
     };
     let demand = |gpu_memory_mib| Demand {
         gpus: 1,

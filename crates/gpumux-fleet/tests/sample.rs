@@ -3,7 +3,7 @@
 use gpumux_fleet::{
     engine::Moves,
     model::{Demand, NodeSpec},
-    replay::{Policy, Replay},
+    replay::{self, Policy},
     rules::Rule,
 };
 
@@ -31,9 +31,10 @@ fn replay_of_the_sample_orders_the_policies() {
     let (specs, workload) = sample();
     let allocated = |policy| {
         let runs = (0..4).map(|seed| {
-            let mut replay = Replay::new(&specs, &workload, policy, seed);
-            while replay.step().is_some() {}
-            replay.result().at(130).unwrap().allocated
+            replay::run(&specs, &workload, policy, seed)
+                .at(130)
+                .unwrap()
+                .allocated
         });
         runs.sum::<f64>() / 4.0
     };

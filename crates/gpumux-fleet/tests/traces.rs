@@ -19,6 +19,7 @@ fn nodes(count: usize, gpus: u8, gpu_memory_mib: u32) -> Vec<NodeSpec> {
         gpus,
         model: 0,
         gpu_memory_mib,
+        domain: 0,
     };
     (0..count).map(node).collect()
 }

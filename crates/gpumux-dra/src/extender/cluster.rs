@@ -321,6 +321,7 @@ impl Cluster {
                 // More models than the engine tells apart count as one.
                 model: models.number(product).unwrap_or(0),
                 gpu_memory_mib: devices.iter().map(|(.., mib)| *mib).min().unwrap_or(0),
+                domain: 0,
             });
         }
         self.fleet = Fleet::new(specs);

@@ -14,6 +14,7 @@ pub(crate) fn node(number: usize, gpus: u8, model: u8) -> NodeSpec {
         gpus,
         model,
         gpu_memory_mib: 16_384,
+        domain: number as u32 / 2,
     }
 }
 
@@ -47,8 +48,8 @@ pub(crate) fn demands() -> impl Strategy<Value = Demand> {
         (1..10u32).prop_map(|tenth| (1, tenth * 100)),
         (1..5u8).prop_map(|n| (n, WHOLE))
     ];
-    (shares, 0..8u32, 0..3u8, 0..4u32, any::<bool>()).prop_map(
-        |((gpus, milli), cpus, model, memory, guaranteed)| Demand {
+    (shares, 0..8u32, 0..3u8, 0..4u32, any::<bool>(), 0..3u16).prop_map(
+        |((gpus, milli), cpus, model, memory, guaranteed, bandwidth)| Demand {
             cpu_milli: cpus * 1_000,
             memory_mib: 1_024,
             gpus,
@@ -59,6 +60,7 @@ pub(crate) fn demands() -> impl Strategy<Value = Demand> {
                 gpumux_fleet::model::ModelSet::ANY.with(1)
             },
             gpu_memory_mib: if gpus == 0 { 0 } else { memory * 3_000 },
+            bandwidth_milli: if gpus == 0 { 0 } else { bandwidth * 400 },
             class: if guaranteed {
                 Class::Guaranteed
             } else {
