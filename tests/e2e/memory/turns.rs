@@ -23,7 +23,7 @@ fn more_tenants_than_memory_take_turns() {
     }
 }
 
-/// A single allocation each, of 60% and 50% of the device: what is lacking moves for each quantum, not all of it.
+/// Each has one allocation, of 60% and of 50% of the device. For each quantum only what is lacking moves, not the whole allocation.
 #[test]
 fn single_allocations_move_by_what_is_lacking() {
     const CHUNK: u64 = 64 << 20;

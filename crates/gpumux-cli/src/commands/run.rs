@@ -489,12 +489,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::Cli;
 
     #[test]
     fn flags_that_cannot_go_together_are_wrong_usage() {
@@ -506,9 +501,12 @@ mod tests {
             ("--trust a --ranks-per-gpu 2", true),
             ("--trust a --ranks-per-gpu 1 --sharing time", true),
         ] {
-            let words = ["run"].into_iter().chain(flags.split(' ')).chain(["true"]);
-            let line = Line::try_parse_from(words).unwrap();
-            assert_eq!(consistent(&line.args).is_ok(), is_right, "{flags}");
+            let words = ["gpumux", "run"].into_iter();
+            let words = words.chain(flags.split(' ')).chain(["true"]);
+            let crate::Command::Run(args) = Cli::try_parse_from(words).unwrap().command else {
+                panic!("it is `run`");
+            };
+            assert_eq!(consistent(&args).is_ok(), is_right, "{flags}");
         }
     }
 }

@@ -111,17 +111,15 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    use crate::Cli;
 
     #[test]
     fn name_without_a_setting_is_wrong_usage() {
-        let line = Line::try_parse_from(["set", "web"]).unwrap();
-        let error = run(&line.args).unwrap_err();
+        let line = Cli::try_parse_from(["gpumux", "set", "web"]).unwrap();
+        let crate::Command::Set(args) = line.command else {
+            panic!("it is `set`");
+        };
+        let error = run(&args).unwrap_err();
         assert!(error.is::<Usage>(), "{error}");
     }
 }
