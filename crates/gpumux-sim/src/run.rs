@@ -153,6 +153,8 @@ struct Place {
     /// What the program has done, and pieces of work launched so far.
     progress: Progress,
     pieces: u64,
+    /// When the last piece was launched.
+    launched: Nanos,
     check_due: bool,
     /// Progress at the last tick, at the start of the window, and at the end of the warm-up.
     seen: Nanos,

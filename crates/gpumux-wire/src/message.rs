@@ -20,7 +20,8 @@ pub const PROTOCOL: u32 = 7;
 /// 8: memory that is kept over a fault: [`KEEPING`].
 /// 9: what programs are shown of a device: [`SHOWING`].
 /// 10: copies between host and device: [`COPYING`].
-pub const REVISION: u32 = 10;
+/// 11: how long programs wait: [`WAITED`].
+pub const REVISION: u32 = 11;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
 pub const SHARING: u32 = 4;
@@ -46,6 +47,9 @@ pub const SHOWING: u32 = 9;
 /// The revision from which on copies between host and device are counted ([`crate::page::Slot::copied`]) and can be limited
 /// ([`Daemon::CopyRates`]).
 pub const COPYING: u32 = 10;
+
+/// The revision from which on it is counted how long a program submits nothing while it waits ([`crate::page::Waits::waited_us`]).
+pub const WAITED: u32 = 11;
 
 /// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
 pub const LEAVING: u64 = 2;

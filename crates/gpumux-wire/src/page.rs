@@ -22,7 +22,7 @@ use crate::{
     sync::{AtomicU64, Ordering},
 };
 
-pub use crate::slot::{Arrival, COPIED, Direction, HintCounts, Slot, Waits, Work};
+pub use crate::slot::{Arrival, COPIED, Direction, GAP, HintCounts, Slot, Waits, Work};
 
 /// Groups that can have a slot.
 pub const SLOTS: usize = 64;
@@ -315,6 +315,31 @@ mod tests {
         let second = slot.waits().expect("no other thread");
         assert_eq!((second.count, second.pieces), (2, 4));
         assert!(second.busy_ns >= first.busy_ns + 2_000_000, "{second:?}");
+        assert!(second.waited_us >= first.waited_us + 2_000, "{second:?}");
+    }
+
+    /// Whether it polls, waits in a callback, or waits for some of its work only.
+    #[test]
+    fn time_in_which_nothing_is_submitted_is_waited() {
+        let slot = Slot::default();
+        slot.submit();
+        std::thread::sleep(Duration::from_millis(2));
+        slot.submit();
+        let waits = slot.waits().expect("no other thread");
+        assert!(waits.count == 0 && waits.waited_us >= 2_000, "{waits:?}");
+        slot.complete(2);
+        let done = slot.waits().expect("no other thread").waited_us;
+        std::thread::sleep(Duration::from_millis(2));
+        slot.submit();
+        let idle = slot.waits().expect("no other thread").waited_us;
+        assert_eq!(idle, done, "there was nothing to wait for");
+        // A thread that waits for a permit does not wait for work.
+        slot.begin_wait();
+        std::thread::sleep(Duration::from_millis(2));
+        slot.end_wait();
+        slot.submit();
+        let held = slot.waits().expect("no other thread").waited_us;
+        assert!(held < done + 2_000, "{held}");
     }
 
     /// Else a program that launches kernel by kernel would seem to wait for each.
@@ -327,7 +352,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(1));
             slot.find_complete(upto);
             assert_eq!(slot.work(), Work::Idle(upto));
-            assert_eq!(slot.waits(), Some(Waits::default()));
+            assert_eq!(slot.waits().map(|it| it.count), Some(0));
         }
         slot.complete(3);
         let waits = slot.waits().expect("no other thread");
@@ -391,6 +416,7 @@ mod tests {
         ours.submit();
         assert_eq!(came(), first, "some is there");
         ours.complete(2);
+        std::thread::sleep(Duration::from_millis(2));
         ours.submit();
         let second = came();
         assert!(second.0 - first.0 >= PAUSE);

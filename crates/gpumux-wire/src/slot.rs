@@ -17,13 +17,16 @@ pub struct Slot {
     /// A value of `submitted` up to which all work is known to be done.
     completed: AtomicU64,
     /// 1 while the shim counts work for this group; 0: nothing is known.
-    counted: AtomicU64,
+    counted: AtomicU32,
+    /// How long nothing was submitted while the program had not waited for all of its work, in µs: at the end of each wait, and between two
+    /// pieces if that is at least [`GAP`]. Goes round. From revision 11 on.
+    waited: AtomicU32,
     /// Holds of the device ahead of work: begun, met by work, ended without work, and how long they
     /// had the device, in ns.
     hints: [AtomicU64; 4],
     /// When work last came, or was said to come, after a pause; by the machine's monotonic clock, in ns. 0: never.
     pub(crate) came: AtomicU64,
-    /// When some last came at all while none was there. For the writer.
+    /// When some last came at all. For the writer.
     pub(crate) touched: AtomicU64,
     /// When the first piece was submitted of those that the program has not waited for. For the writer.
     began: AtomicU64,
@@ -66,6 +69,10 @@ impl Arrival {
 
 /// A domain without work for so long, in ns, has paused: shorter gaps are between the launches of one request.
 pub(crate) const PAUSE: u64 = 1_000_000;
+
+/// A program that submits nothing for so long, in ns, with work that it has not waited for, waits for that: between the launches of a request are
+/// shorter gaps.
+pub const GAP: u64 = 500_000;
 
 /// Holds of a device ahead of work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -113,6 +120,8 @@ pub struct Waits {
     pub pieces: u64,
     /// Time from the first piece of each until it was known to be done, in ns.
     pub busy_ns: u64,
+    /// Of that, and of requests that are not waited for yet, the time in which nothing was submitted, in µs; goes round.
+    pub waited_us: u32,
 }
 
 /// What a slot says.
@@ -132,14 +141,18 @@ impl Slot {
         self.counted.store(1, Ordering::Release);
     }
 
-    /// Counts one piece of work. A few processor instructions; no lock. Reads the clock where no other work is there.
+    /// Counts one piece of work. A few processor instructions and a look at the clock; no lock.
     pub fn submit(&self) -> u64 {
         let before = self.submitted.fetch_add(1, Ordering::AcqRel);
-        if self.completed.load(Ordering::Relaxed) >= before {
-            let now = self.come();
-            if self.settled.load(Ordering::Relaxed) >= before {
-                self.began.store(now, Ordering::Relaxed);
-            }
+        let settled = self.settled.load(Ordering::Relaxed) >= before;
+        let (now, last) = match self.completed.load(Ordering::Relaxed) >= before {
+            true => self.come(),
+            false => self.touch(),
+        };
+        if settled {
+            self.began.store(now, Ordering::Relaxed);
+        } else if now.saturating_sub(last) >= GAP {
+            self.wait_until(now, last);
         }
         before + 1
     }
@@ -149,14 +162,26 @@ impl Slot {
         self.come();
     }
 
-    /// The same; returns the time.
-    fn come(&self) -> u64 {
-        let now = now_ns();
-        let before = self.touched.swap(now, Ordering::Relaxed);
+    /// The same; returns the time, and when some came before.
+    fn come(&self) -> (u64, u64) {
+        let (now, before) = self.touch();
         if now.saturating_sub(before) >= PAUSE {
             self.came.store(now, Ordering::Relaxed);
         }
-        now
+        (now, before)
+    }
+
+    /// Work comes, or goes on to; returns the time, and when some came before.
+    fn touch(&self) -> (u64, u64) {
+        let (now, before) = (now_ns(), self.touched.load(Ordering::Relaxed));
+        self.touched.store(now, Ordering::Relaxed);
+        (now, before)
+    }
+
+    /// Nothing was submitted in this time, although there was work to wait for.
+    fn wait_until(&self, now: u64, last: u64) {
+        let us = (now.saturating_sub(last) / 1_000) as u32;
+        self.waited.fetch_add(us, Ordering::Relaxed);
     }
 
     /// The last arrival of work after a pause, whatever the writer put there.
@@ -197,7 +222,9 @@ impl Slot {
             return self.waits.store(waits, Ordering::Release);
         }
         fence(Ordering::Release);
-        let took = now_ns().saturating_sub(self.began.load(own));
+        let now = now_ns();
+        let took = now.saturating_sub(self.began.load(own));
+        self.wait_until(now, self.touched.load(own));
         self.settled.store(pieces, own);
         self.busy.store(self.busy.load(own).wrapping_add(took), own);
         self.waits.store(odd.wrapping_add(1), Ordering::Release);
@@ -211,6 +238,7 @@ impl Slot {
             count: before / 2,
             pieces: self.settled.load(Ordering::Relaxed),
             busy_ns: self.busy.load(Ordering::Relaxed),
+            waited_us: self.waited.load(Ordering::Relaxed),
         };
         fence(Ordering::Acquire);
         let after = self.waits.load(Ordering::Relaxed);
@@ -224,8 +252,9 @@ impl Slot {
         self.waiting.fetch_add(1, Ordering::AcqRel) == 0
     }
 
-    /// It has ended waiting.
+    /// It has ended waiting, for the permit and not for work.
     pub fn end_wait(&self) {
+        self.touch();
         self.waiting.fetch_sub(1, Ordering::AcqRel);
     }
 

@@ -163,7 +163,7 @@ impl Device {
         if frozen {
             launches.leave_out();
         }
-        let changed = launches.progress(now, progress, || self.contended(id, now), slowdown);
+        let changed = launches.progress(now, progress, slowdown);
         if let Some(domain) = self.domains.get_mut(&id) {
             domain.state.tolerated = launches.tolerated();
             domain.launches = launches;

@@ -7,8 +7,8 @@ use gpumux_core::{
 };
 use gpumux_rm::Controls;
 use gpumux_wire::{
-    message::COPYING,
-    page::{Arrival, COPIED, Direction, Page, Slot, Work},
+    message::{COPYING, WAITED},
+    page::{Arrival, COPIED, Direction, GAP, Page, Slot, Work},
 };
 
 use super::{
@@ -16,6 +16,8 @@ use super::{
     record::{Now, Totals, Who},
 };
 use crate::{api::types, link::SessionId};
+
+const _: () = assert!(GAP == Progress::GAP.0 * 1_000);
 
 /// Which group of which process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -318,14 +320,16 @@ impl Domain {
         Some(now.saturating_sub(ago))
     }
 
-    /// What its program has done so far, if that is news.
+    /// What its program has done so far, if that is news; never of older libraries, which do not count how long it waits.
     pub(super) fn progress(&mut self) -> Option<Progress> {
-        let slot = self.page.slot(self.member.key)?;
+        let page = Some(&self.page).filter(|it| it.revision() >= WAITED);
+        let slot = page?.slot(self.member.key)?;
         let waits = slot.waits()?;
         let found = Progress {
             waits: waits.count,
             pieces: waits.pieces,
             busy: Micros(waits.busy_ns / 1_000),
+            waited_us: waits.waited_us,
             submitted: slot.submitted(),
         };
         let before = std::mem::replace(&mut self.progress, found);

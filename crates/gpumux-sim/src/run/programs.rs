@@ -170,7 +170,7 @@ impl Simulation<'_> {
                 },
             )
             .expect("its own");
-            self.players[tenant].places[place].pieces += 1;
+            self.players[tenant].places[place].launch(self.now);
             let awaited = Awaited {
                 tenant,
                 place,

@@ -2,6 +2,26 @@
 
 use super::*;
 
+impl Place {
+    /// A piece of work is launched.
+    pub(super) fn launch(&mut self, now: Nanos) {
+        // The first of a request comes after a pause.
+        self.launched = self.launched.max(self.changed);
+        if self.outstanding > 0 && now - self.launched >= Progress::GAP.0 * 1_000 {
+            self.waited(now);
+        }
+        self.pieces += 1;
+        self.launched = now;
+    }
+
+    /// It has launched nothing for a while, and waits for what it has launched.
+    fn waited(&mut self, now: Nanos) {
+        let us = (now - self.launched) / 1_000;
+        let waited = &mut self.progress.waited_us;
+        *waited = waited.wrapping_add(us as u32);
+    }
+}
+
 impl Simulation<'_> {
     /// The number of a place's outstanding requests changes.
     pub(super) fn outstanding(&mut self, tenant: usize, place: usize, by: isize) {
@@ -25,6 +45,7 @@ impl Simulation<'_> {
                 state.progress.waits += 1;
                 state.progress.pieces = state.pieces;
                 state.progress.busy += Micros((now - state.changed) / 1_000);
+                state.waited(now);
             }
             false => {
                 state.progressed = now;

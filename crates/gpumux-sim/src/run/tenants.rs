@@ -34,6 +34,7 @@ impl Simulation<'_> {
                 changed: self.now,
                 progress: Progress::default(),
                 pieces: 0,
+                launched: self.now,
                 check_due: false,
                 seen: 0,
                 window: 0,
