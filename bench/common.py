@@ -33,6 +33,7 @@ from typing import Any
 BENCH = Path(__file__).resolve().parent
 WORKER = BENCH / "torch_worker.py"
 TORCH = (sys.executable, str(WORKER))
+PROCESSORS = 4  # that a worker has for itself, at most
 READY_S = 240.0  # importing torch and warming a model takes 10 to 60 s
 REPLY_S = 90.0  # beyond the measurement itself
 ANSWER_S = 30.0  # the same of a measurement in rounds, of which a hanging mode must not take all the time
@@ -553,6 +554,15 @@ class Worker:
             end(self.process, patience_s)
 
 
+def threads(pid: int) -> Iterator[int]:
+    """The threads of a process and of all that it has started."""
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        yield int(task.name)
+        with contextlib.suppress(OSError):
+            for child in (task / "children").read_text().split():
+                yield from threads(int(child))
+
+
 class Crew:
     """The workers of one mode: started together, measured together, ended together."""
 
@@ -586,6 +596,20 @@ class Crew:
             raise
         if new:
             say(f"{self.mode.name}: {', '.join(new)} ready in {time.monotonic() - begin:.1f} s")
+
+    def place(self, number: int) -> None:
+        """Puts each worker on processors of its own, in each round on others. All modes' programs of a round run on the same ones: on a virtual machine
+        one may be slower than another for minutes, which hits programs that launch kernel by kernel more than any mode of sharing does."""
+        processors = sorted(os.sched_getaffinity(0))
+        each = min(len(processors) // max(1, len(self.workers)), PROCESSORS)
+        if each < 1:
+            return
+        for at, name in enumerate(sorted(self.workers)):
+            first = (number + at) * each
+            chosen = {processors[(first + nth) % len(processors)] for nth in range(each)}
+            for thread in threads(self.workers[name].process.pid):
+                with contextlib.suppress(OSError):  # it has ended
+                    os.sched_setaffinity(thread, chosen)
 
     def _worker(self, name: str) -> Worker:
         if name not in self.workers:

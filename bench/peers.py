@@ -346,14 +346,16 @@ def compare(
         found, notes = crews(stack, stages.values(), logs)
         modes = [name for name, stage in stages.items() if stage in found]
 
-        def have(case: str, mode: str) -> Crew:
-            found[stages[mode]].have(programs(case, stages[mode]))
-            return found[stages[mode]]
+        def have(case: str, mode: str, number: int) -> Crew:
+            crew = found[stages[mode]]
+            crew.have(programs(case, stages[mode]))
+            crew.place(number)
+            return crew
 
         plan = rounds.Plan(
             cases,
             modes,
-            lambda case, mode, number: measure(have(case, mode), case, mode, number),
+            lambda case, mode, number: measure(have(case, mode, number), case, mode, number),
             lambda case: prepare(case, modes, stages, found, programs, notes),
             dict.fromkeys(cases, least),
         )

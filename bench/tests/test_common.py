@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -183,6 +184,35 @@ class Workers(WithWorker):
             self.assertNotEqual(crew.workers["a"].process.pid, pid, "another program of that name")
         with self.assertRaises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+    def test_workers_of_a_round_have_processors_of_their_own(self) -> None:
+        children: list[subprocess.Popen[bytes]] = []
+        for _ in "ab":
+            # A shell with a child: both belong to the worker.
+            made = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
+            children.append(made)
+            self.addCleanup(made.wait)
+            self.addCleanup(os.killpg, made.pid, signal.SIGKILL)
+            deadline = time.monotonic() + 20
+            while len([*common.threads(made.pid)]) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+        with common.Crew(common.Mode("alone", self.folder)) as crew:
+            crew.workers = {name: mock.Mock(process=child) for name, child in zip("ab", children, strict=True)}
+
+            def placed(number: int) -> list[set[int]]:
+                crew.place(number)
+                found = [{frozenset(os.sched_getaffinity(thread)) for thread in common.threads(child.pid)} for child in children]
+                self.assertEqual([len(it) for it in found], [1, 1], "all threads of a worker")
+                return [set(next(iter(it))) for it in found]
+
+            if len(os.sched_getaffinity(0)) < 2:
+                self.skipTest("one processor")
+            first, second = placed(0), placed(1)
+            self.assertFalse(first[0] & first[1])
+            self.assertNotEqual(first, second, "others in the next round")
+            self.assertEqual(first, placed(0), "the same for each mode of a round")
+            crew.workers = {}
 
 
 FAKE_GPUMUX = """#!{python}

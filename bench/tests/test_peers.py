@@ -26,6 +26,9 @@ class FakeCrew(AbstractContextManager["FakeCrew"]):
             raise common.BenchError("no server")
         self.ran.append(wanted)
 
+    def place(self, _number: int) -> None:
+        pass
+
 
 class FakeMode(AbstractContextManager[str]):
     def __init__(self, stage: str, _logs: Path) -> None:

@@ -138,7 +138,6 @@ fn real_programs_share_as_measured() {
     check("two p99", each.p99_ms, 2.3, 0.10);
 }
 
-/// The first timeslice that is tried is too long in the model, the second is not. (An H200 keeps 0.95 of training at the first.)
 #[test]
 fn launch_bound_program_and_its_neighbour_lose_little() {
     let mut known = scenario("decode+train");
