@@ -1,7 +1,7 @@
 """Real vLLM with an elastic KV cache (`gpumux.vllm`), beside vLLM as it is, with random weights.
 
-`saturation`: `--requests` requests at once, of 128 tokens, which make 128. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`. Values:
-`tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `taken` and `refused` granules of `elastic`.
+`saturation`: `--requests` requests at once, of 128 tokens, which make 128; the engines of all modes are there, and take turns in rounds. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`. Values:
+`tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `rounds`; `taken` and `refused` granules of `elastic`.
 
 `tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
 is left with less than its requests use. Modes `stock`, `elastic`. Values: `equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made
@@ -34,6 +34,7 @@ from typing import Any
 
 import common
 import kv
+import rounds
 import serve
 from common import BenchError, Gpumux, Mode, Results, Worker
 from memory import cell
@@ -73,10 +74,12 @@ def mode_of(name: str, logs: Path) -> Iterator[Mode]:
         yield mode
 
 
-def engine(mode: Mode, name: str, options: argparse.Namespace, *flags: str, klass: str = "latency", **more: Any) -> Worker:
+def engine(
+    mode: Mode, name: str, options: argparse.Namespace, *flags: str, klass: str = "latency", elastic: bool | None = None, **more: Any
+) -> Worker:
     """A server that starts."""
     arguments = {"attention_backend": options.attention, "enforce_eager": options.eager} | more
-    if mode.name == "elastic":
+    if mode.name == "elastic" if elastic is None else elastic:
         arguments["worker_cls"] = "gpumux.vllm.Worker"
     memory = arguments.pop("memory", options.memory)
     given = [str(options.model), "--memory", str(memory), "--context", "4096", "--engine", json.dumps(arguments), *flags]
@@ -89,29 +92,58 @@ def ready(worker: Worker, options: argparse.Namespace) -> None:
     worker.reply(min(common.READY_S, options.left.end - time.monotonic()))
 
 
-def saturation(mode: Mode, options: argparse.Namespace) -> dict[str, float]:
+def burst(worker: Worker, options: argparse.Namespace) -> dict[str, float]:
     """So many requests at once."""
-    worker = engine(mode, "engine", options, kv_cache_memory_bytes=options.cache)
-    try:
-        ready(worker, options)
-        start = time.monotonic() + 0.2
-        requests = [[0.0, 128, 128]] * options.requests
-        worker.send(start=start, stop=start + options.seconds, requests=requests, ends=True)
-        answer = worker.reply(options.seconds + PATIENCE_S)
-        worker.send(greedy=[[16, 1]])
-        state = worker.reply(PATIENCE_S)
-    finally:
-        worker.close()
+    options.left.check(10)
+    start = time.monotonic() + 0.2
+    requests = [[0.0, 128, 128]] * options.requests
+    worker.send(start=start, stop=start + options.seconds, requests=requests, ends=True)
+    answer = worker.reply(options.seconds + PATIENCE_S)
     done = [(first, last, made) for first, last, made in zip(answer["first_s"], answer["last_s"], answer["tokens"], strict=True) if made > 1]
     if not done:
         raise BenchError(f"no request had a token within {options.seconds} s")
     ttft = [first * 1e3 for first, _last, _made in done]
     tpot = [(last - first) / (made - 1) * 1e3 for first, last, made in done]
     span = max(last for _first, last, _made in done)
-    found = {"tokens_per_s": sum(answer["tokens"]) / span, "finished": sum(made >= 128 for _f, _l, made in done)}
+    found = {"tokens_per_s": sum(answer["tokens"]) / span, "finished": float(sum(made >= 128 for _f, _l, made in done))}
     for name, values in (("ttft", ttft), ("tpot", tpot)):
         found |= {f"{name}_p50_ms": common.quantile(values, 0.5), f"{name}_p99_ms": common.quantile(values, 0.99)}
-    return found | {name: state[name] for name in ("taken", "refused") if name in state}
+    return found
+
+
+def saturation(modes: Sequence[str], logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float], dict[str, list[float]]]]:
+    """Engines of all modes are there at the same time and have their bursts one after the other, in rounds: means of each mode, and their intervals."""
+    with contextlib.ExitStack() as stack:
+        plain, managed = (stack.enter_context(mode_of(name, logs)) for name in ("stock", "gpumux"))
+        engines = dict[str, Worker]()
+        for name in modes:
+            mode = plain if name == "stock" else managed
+            engines[name] = engine(mode, name, options, elastic=name == "elastic", kv_cache_memory_bytes=options.cache)
+            stack.callback(engines[name].close)
+            # vLLM measures what is free while it starts.
+            ready(engines[name], options)
+        seen: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
+        for worker in engines.values():
+            burst(worker, options)
+        for number in range(options.bursts):
+            if not options.left.lasts(len(modes) * 8):
+                break
+            for nth in range(len(modes)):
+                name = modes[(number + nth) % len(modes)]
+                seen[name].append(burst(engines[name], options))
+        for name, found in seen.items():
+            if not found:
+                raise BenchError("the budget is spent before the first round")
+            worker = engines[name]
+            worker.send(greedy=[[16, 1]])
+            state = worker.reply(PATIENCE_S)
+            values, around = dict[str, float](), dict[str, list[float]]()
+            for key in found[0]:
+                mean = lambda times, key=key, found=found: sum(one[key] * n for one, n in zip(found, times)) / sum(times)  # noqa: E731
+                values[key] = mean([1] * len(found))
+                if len(found) >= rounds.LEAST:
+                    around[key] = rounds.interval(mean, len(found))
+            yield name, values | {"rounds": float(len(found))} | {it: state[it] for it in ("taken", "refused") if it in state}, around
 
 
 def greedy(worker: Worker, options: argparse.Namespace, salt: int) -> dict[str, Any]:
@@ -287,6 +319,7 @@ def main() -> int:
     parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds for all [%(default)s]")
     parser.add_argument("--seconds", type=float, help="of `saturation`, at most [60; 20 with --quick]")
+    parser.add_argument("--bursts", type=int, help="rounds of `saturation`, at most [12; 3 with --quick]")
     parser.add_argument("--requests", type=int, default=64, help="of `saturation` [%(default)s]")
     parser.add_argument("--rounds", type=int, help="of `tokens`, at most [21; 3 with --quick]")
     parser.add_argument("--output", type=int, default=64, help="tokens that a request of `tokens` makes [%(default)s]")
@@ -302,6 +335,7 @@ def main() -> int:
     options.cases = options.cases or CASES + (STARTS[:1] if options.quick else STARTS)
     options.seconds = options.seconds or (20.0 if options.quick else 60.0)
     options.rounds = options.rounds or (3 if options.quick else 21)
+    options.bursts = options.bursts or (3 if options.quick else 12)
     options.cache, options.left = kv.bytes_of(options.cache), Budget(options.budget)
     package = str(common.BENCH.parent / "python")
     os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -322,6 +356,11 @@ def run(results: Results, case: str, modes: Sequence[str], logs: Path, options: 
             for name, values in tokens(logs, options):
                 results.add(case, name, values)
         return
+    if case == "saturation":
+        with cell(results, case, logs):
+            for name, values, around in saturation(modes, logs, options):
+                results.add(case, name, values, around)
+        return
     for name in modes:
         if case in STARTS and name == "elastic":
             continue
@@ -329,8 +368,6 @@ def run(results: Results, case: str, modes: Sequence[str], logs: Path, options: 
             options.left.check(20)
             with mode_of(name, logs) as mode:
                 match case:
-                    case "saturation":
-                        values = saturation(mode, options)
                     case "idle":
                         values = idle(mode, logs, options)
                     case _:

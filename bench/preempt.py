@@ -197,14 +197,15 @@ def orders(
 def cell(workload: Sequence[Task], answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What one round gave, of the processes' answers."""
     by_task = {name: it for process, answer in answers.items() for name, it in answer.get("tasks", {process: answer}).items()}
-    counted = {
-        name: [ms for begin, ms in zip(it["begins_s"], it["latencies_ms"]) if begin >= SETTLE_S] for name, it in by_task.items()
-    }
+    requests = {name: [*zip(it["begins_s"], it["latencies_ms"])] for name, it in by_task.items()}
+    counted = {name: [ms for begin, ms in of if begin >= SETTLE_S] for name, of in requests.items()}
+    # A task that always has work began its requests, by their arrivals, long before their turn.
+    ended = {name: sum(begin + ms / 1e3 >= SETTLE_S for begin, ms in of) for name, of in requests.items()}
     rates = dict[str, float]()
     for kind, latency in (("latency_rate", True), ("batch_rate", False)):
         mine = [task.name for task in workload if task.latency == latency and task.name in by_task]
         if mine:
-            rates[kind] = sum(len(counted[name]) / (by_task[name]["seconds"] - SETTLE_S) for name in mine)
+            rates[kind] = sum(ended[name] / (by_task[name]["seconds"] - SETTLE_S) for name in mine)
     return rounds.cell([ms for task in workload if task.latency for ms in counted.get(task.name, [])], **rates)
 
 

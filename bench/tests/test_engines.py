@@ -1,10 +1,12 @@
 """What the benchmark of engines takes from one."""
 
 import argparse
+import contextlib
 import ctypes
 import unittest
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import engines
@@ -36,14 +38,30 @@ def options(**others: object) -> argparse.Namespace:
 
 
 class Cells(unittest.TestCase):
-    def test_saturation_counts_until_the_last_token(self) -> None:
-        answer = {"first_s": [0.1, 0.2], "last_s": [1.37, 2.0], "tokens": [128, 128]}
-        worker = Fake([{"ready": True}, answer, {"tokens": [[1]], "taken": 3, "refused": 0}])
-        with mock.patch.object(engines, "Worker", return_value=worker):
-            found = engines.saturation(Mode("stock", Path(".")), options())
-        self.assertEqual((found["tokens_per_s"], found["finished"], found["taken"]), (128.0, 2, 3))
-        self.assertAlmostEqual(found["tpot_p50_ms"], 10.0)
-        self.assertEqual(worker.orders[-1], "close")
+    def test_saturation_counts_until_the_last_token_and_takes_turns(self) -> None:
+        turns: list[str] = []
+
+        class Engine(Fake):
+            def __init__(self, name: str, took: float) -> None:
+                answer = {"first_s": [0.1, 0.2], "last_s": [1.37, took], "tokens": [128, 128]}
+                super().__init__([{"ready": True}, *[answer] * 6, {"tokens": [[1]], "taken": 3, "refused": 0}])
+                self.name = name
+
+            def send(self, **order: Any) -> None:
+                super().send(**order)
+                turns.append(self.name)
+
+        made = {"stock": Engine("stock", 2.0), "elastic": Engine("elastic", 4.0)}
+        fake = mock.patch.object(engines, "engine", lambda _mode, name, *_flags, **_more: made[name])
+        with fake, mock.patch.object(engines, "mode_of", lambda name, _logs: contextlib.nullcontext(name)):
+            found = {name: (values, around) for name, values, around in engines.saturation([*made], Path("."), options(bursts=5))}
+        values, around = found["stock"]
+        self.assertEqual((values["tokens_per_s"], values["finished"], values["taken"], values["rounds"]), (128.0, 2, 3, 5))
+        self.assertEqual(around["tokens_per_s"], [128.0, 128.0])
+        self.assertEqual(found["elastic"][0]["tokens_per_s"], 64.0)
+        self.assertAlmostEqual(values["tpot_p50_ms"], 10.0)
+        self.assertEqual(turns[2:6], ["stock", "elastic", "elastic", "stock"], "another begins each round")
+        self.assertEqual([it.orders[-1] for it in made.values()], ["close"] * 2)
 
     def test_elastic_mode_has_the_worker_class(self) -> None:
         with mock.patch.object(engines, "Worker") as made:

@@ -140,6 +140,15 @@ class Cells(unittest.TestCase):
         self.assertEqual(preempt.cell([RT, BE, BE2], by_class), expected)
         self.assertEqual(preempt.cell([RT, BE], {"rt": each["rt"]})["rates"], {"latency_rate": 1.0})
 
+    def test_requests_of_a_task_that_always_has_work_count_when_they_end(self) -> None:
+        # One request every 0.1 ms, each of which takes 1 ms.
+        count = 2000
+        ends = [(number + 1) * 1e-3 for number in range(count)]
+        begins = [number * 1e-4 for number in range(count)]
+        answer = {"begins_s": begins, "latencies_ms": [(end - begin) * 1e3 for begin, end in zip(begins, ends)], "seconds": 2.0}
+        rate = preempt.cell([BE], {"be": answer})["rates"]["batch_rate"]
+        self.assertAlmostEqual(rate, 1000.0, delta=2.0)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -58,6 +58,7 @@ pub struct Progress {
     pub busy: Micros,
     /// How long it submitted nothing while it had not waited for all of its work, in µs: at the end of each wait, and between two pieces if
     /// that was at least [`Self::GAP`]. Goes round.
+    #[serde(default)]
     pub waited_us: u32,
     /// Pieces of work that it has submitted so far, also those that it has not waited for.
     pub submitted: u64,

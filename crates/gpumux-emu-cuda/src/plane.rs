@@ -254,14 +254,19 @@ pub(crate) fn set(
     Ok(())
 }
 
-/// Copies many ranges.
+/// Copies many ranges, which have so many kinds.
 fn copy_all(
     to: In<Address>,
     from: In<Address>,
     sizes: In<usize>,
     count: usize,
+    kinds: usize,
     stream: Handle,
 ) -> Result {
+    // As an H100's driver answers where a copy has none.
+    if kinds == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
     for i in 0..count {
         let (to, from, size) = (to.get_at(i)?, from.get_at(i)?, sizes.get_at(i)?);
         stream::copy(to, from, size, Direction::Any, stream, false)?;
@@ -274,6 +279,10 @@ fn copy_volumes(all: Operation, count: usize, stream: Handle) -> Result {
     for i in 0..count {
         let it = all.get_at(i)?;
         let [width, height, depth] = [it[10], it[11], it[12]];
+        // In which order the source is read.
+        if !(1..=3).contains(&(it[13] & 0xffff_ffff)) {
+            return Err(CuError::INVALID_VALUE);
+        }
         let side = |at: usize| {
             // A pointer; the device's or the host's.
             let kind = match it[at] & 0xffff_ffff {
@@ -296,12 +305,12 @@ fn copy_volumes(all: Operation, count: usize, stream: Handle) -> Result {
 }
 
 exports! { FUNCTIONS by cuda;
-    [cuMemcpyBatchAsync_ptsz]cuMemcpyBatchAsync(to: In<Address>, from: In<Address>, sizes: In<usize>, count: usize, _attributes: Handle, _indices: Handle, _many: usize, failed: Out<usize>, stream: Handle) => {
+    [cuMemcpyBatchAsync_ptsz]cuMemcpyBatchAsync(to: In<Address>, from: In<Address>, sizes: In<usize>, count: usize, _attributes: Handle, _indices: Handle, many: usize, failed: Out<usize>, stream: Handle) => {
         // Which one: not known.
         failed.put_if_wanted(usize::MAX);
-        copy_all(to, from, sizes, count, stream)
+        copy_all(to, from, sizes, count, many, stream)
     };
-    [cuMemcpyBatchAsync_v2_ptsz]cuMemcpyBatchAsync_v2(to: In<Address>, from: In<Address>, sizes: In<usize>, count: usize, _attributes: Handle, _indices: Handle, _many: usize, stream: Handle) => copy_all(to, from, sizes, count, stream);
+    [cuMemcpyBatchAsync_v2_ptsz]cuMemcpyBatchAsync_v2(to: In<Address>, from: In<Address>, sizes: In<usize>, count: usize, _attributes: Handle, _indices: Handle, many: usize, stream: Handle) => copy_all(to, from, sizes, count, many, stream);
     [cuMemcpy2D_v2_ptds]cuMemcpy2D_v2(plane: Plane) => copy_plane(plane, 0, true);
     [cuMemcpy2DUnaligned_v2_ptds]cuMemcpy2DUnaligned_v2(plane: Plane) => copy_plane(plane, 0, true);
     [cuMemcpy2DAsync_v2_ptsz]cuMemcpy2DAsync_v2(plane: Plane, stream: Handle) => copy_plane(plane, stream, false);

@@ -322,12 +322,13 @@ mod tests {
     #[test]
     fn time_in_which_nothing_is_submitted_is_waited() {
         let slot = Slot::default();
-        slot.submit();
+        let submit_some = || (0..4).fold(0, |_, _| slot.submit());
+        submit_some();
         std::thread::sleep(Duration::from_millis(2));
-        slot.submit();
+        let upto = submit_some();
         let waits = slot.waits().expect("no other thread");
         assert!(waits.count == 0 && waits.waited_us >= 2_000, "{waits:?}");
-        slot.complete(2);
+        slot.complete(upto);
         let done = slot.waits().expect("no other thread").waited_us;
         std::thread::sleep(Duration::from_millis(2));
         slot.submit();
@@ -337,7 +338,7 @@ mod tests {
         slot.begin_wait();
         std::thread::sleep(Duration::from_millis(2));
         slot.end_wait();
-        slot.submit();
+        submit_some();
         let held = slot.waits().expect("no other thread").waited_us;
         assert!(held < done + 2_000, "{held}");
     }

@@ -41,7 +41,7 @@ impl Step {
             Self::Ends(id) => world.kill(id),
             Self::Waited(id, pieces, time) => {
                 // As many as it takes to be sure, and one more.
-                (0..6).for_each(|_| world.waited(id, pieces, time));
+                (0..6).for_each(|_| world.waited(id, pieces, time, Micros(time.0 / 10)));
             }
             Self::Pass(time) => world.run_for(time),
         }
@@ -319,8 +319,8 @@ fn controls_of_two_devices_wait_no_longer_than_of_one() {
     }
 }
 
-/// The neighbour of a launch-bound program has a longer timeslice, and the shortest again within two requests that take too long, or within
-/// the time of one if they are graphs.
+/// The neighbour of a launch-bound program has a longer timeslice, and the shortest again within some requests whose host waits for the device, or within
+/// the time of some if they are graphs.
 #[test]
 pub(crate) fn neighbours_timeslice_follows_the_shape_of_requests() {
     let mut world = World::new("priority", 1);
@@ -328,25 +328,26 @@ pub(crate) fn neighbours_timeslice_follows_the_shape_of_requests() {
     world.tenant(2, spec(Class::Batch, 0.0), &[0]);
     world.set_busy(1, true);
     world.set_busy(2, true);
-    let requests = |world: &mut World, count: u64, (pieces, us): (u64, u64)| {
+    let requests = |world: &mut World, count: u64, (pieces, us, waits): (u64, u64, u64)| {
         for _ in 0..count {
             world.run_for(Micros(us));
-            world.waited(1, pieces, Micros(us));
+            world.waited(1, pieces, Micros(us), Micros(waits));
         }
         // The control is issued.
         world.run_for(Micros::from_millis(5));
         world.timeslice(2)
     };
-    let (eager, graph, slow) = ((480, 11_000), (3, 3_000), (480, 14_000));
+    let (eager, graph) = ((480, 11_000, 500), (3, 3_000, 2_900));
+    let bound_by_device = (480, 14_000, 10_000);
     assert_eq!(requests(&mut world, 100, graph), 1);
-    for (next, count) in [(graph, 4), (slow, 2)] {
-        assert_eq!(requests(&mut world, 200, eager), 2_000);
+    for (next, count) in [(graph, 16), (bound_by_device, 20)] {
+        assert_eq!(requests(&mut world, 200, eager), 1_000);
         assert_eq!(requests(&mut world, count, next), 1, "{next:?}");
     }
 }
 
-/// The neighbour of a program that always has work outstanding, and never waits for all of it, has a longer timeslice while that costs the
-/// program nothing.
+/// The neighbour of a program that always has work outstanding, and never waits for all of it, has a longer timeslice while the program's host
+/// submits most of the time.
 #[test]
 fn neighbours_timeslice_follows_a_pipeline_s_pace() {
     let mut world = World::new("priority", 1);
@@ -354,18 +355,18 @@ fn neighbours_timeslice_follows_a_pipeline_s_pace() {
     world.tenant(2, spec(Class::Batch, 0.0), &[0]);
     world.set_busy(1, true);
     world.set_busy(2, true);
-    let stream = |world: &mut World, ms: u64, pieces: u64| {
+    let stream = |world: &mut World, ms: u64, pieces: u64, waits: u64| {
         for _ in 0..ms {
             world.run_for(Micros::from_millis(1));
-            world.submitted(1, pieces);
+            world.submitted(1, pieces, Micros(waits));
         }
         // The control is issued.
         world.run_for(Micros::from_millis(5));
         world.timeslice(2)
     };
-    assert_eq!(stream(&mut world, 1_000, 1), 1, "large kernels");
-    assert_eq!(stream(&mut world, 2_000, 58), 2_000);
-    assert_eq!(stream(&mut world, 200, 40), 1, "slower");
+    assert_eq!(stream(&mut world, 1_000, 1, 0), 1, "large kernels");
+    assert_eq!(stream(&mut world, 2_000, 58, 0), 2_000);
+    assert_eq!(stream(&mut world, 2_000, 58, 700), 1, "it waits");
 }
 
 /// Whenever a tenant ends, also in the middle of its turn's handover, no control of its groups follows.

@@ -265,21 +265,23 @@ impl World {
     }
 
     /// Its program has waited for so many pieces of work, which took so long.
-    pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros) {
+    pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros, waits: Micros) {
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
         tenant.progress.waits += 1;
         tenant.progress.pieces += pieces;
         tenant.progress.busy += time;
+        tenant.progress.waited_us += waits.0 as u32;
         tenant.progress.submitted += pieces;
         self.report_progress(id);
     }
 
-    /// Its program has submitted so many pieces of work, and waited for none of them.
-    pub(crate) fn submitted(&mut self, id: u64, pieces: u64) {
+    /// Its program has submitted so many pieces of work, waited for so long, and not for all of them.
+    pub(crate) fn submitted(&mut self, id: u64, pieces: u64, waits: Micros) {
         if let Some(tenant) = self.tenants.get_mut(&id) {
             tenant.progress.submitted += pieces;
+            tenant.progress.waited_us += waits.0 as u32;
             self.report_progress(id);
         }
     }
