@@ -1,7 +1,7 @@
 //! What a process writes of one channel group, and of its lease, in words that the daemon reads: the protocol, without the memory
 //! that it lies in. `tests/loom.rs` runs this file with every order that the memory model allows.
 
-use std::time::Duration;
+use std::{sync::atomic, time::Duration};
 
 use crate::{
     clock::now_ns,
@@ -20,14 +20,15 @@ pub struct Slot {
     counted: AtomicU32,
     /// How long nothing was submitted while the program had not waited for all of its work, in µs: at the end of each wait, and between two
     /// pieces if that is at least [`GAP`]. Goes round. From revision 11 on.
-    waited: AtomicU32,
+    waited: atomic::AtomicU32,
     /// Holds of the device ahead of work: begun, met by work, ended without work, and how long they
     /// had the device, in ns.
     hints: [AtomicU64; 4],
     /// When work last came, or was said to come, after a pause; by the machine's monotonic clock, in ns. 0: never.
     pub(crate) came: AtomicU64,
-    /// When some last came, of those pieces at which the clock was read. For the writer.
-    pub(crate) touched: AtomicU64,
+    /// When some last came, of those pieces at which the clock was read. For the writer. Loom does not see this word and `waited`: nothing
+    /// depends on the order in which they are written.
+    pub(crate) touched: atomic::AtomicU64,
     /// When the first piece was submitted of those that the program has not waited for. For the writer.
     began: AtomicU64,
     /// Twice how often all work was done after some was not; odd while the two counters below change.
