@@ -19,7 +19,7 @@ pub struct Slot {
     /// 1 while the shim counts work for this group; 0: nothing is known.
     counted: AtomicU32,
     /// How long nothing was submitted while the program had not waited for all of its work, in µs: at the end of each wait, and between two
-    /// pieces if that is at least [`GAP`]. Goes round. From revision 11 on.
+    /// pieces at which the clock was read if that is at least [`GAP`]. Goes round. From revision 11 on.
     waited: atomic::AtomicU32,
     /// Holds of the device ahead of work: begun, met by work, ended without work, and how long they
     /// had the device, in ns.

@@ -23,7 +23,7 @@ fn more_tenants_than_memory_take_turns() {
     }
 }
 
-/// Each has one allocation, of 60% and of 50% of the device. For each quantum only what is lacking moves, not the whole allocation.
+/// Each has one allocation, of 60% and of 50% of the device. For each quantum only the part that is not on the device moves, not the whole allocation.
 #[test]
 fn single_allocations_move_by_what_is_lacking() {
     const CHUNK: u64 = 64 << 20;
