@@ -2,7 +2,7 @@
 
 Cases (generate.py): `eager` (Hugging Face's `generate`, launched kernel by kernel), `batching` (its continuous batching, eight clients), `graph` (a CUDA graph a token).
 All make tokens without a pause. Modes are those of peers.py. In `streams` and `green` both programs are threads of one process (they share Python's lock, too), for `eager`
-only: the other ways make their streams themselves. `gpreempt` is the arrangement of two contexts with fixed timeslices, without hints. All modes' programs
+only: the other ways make their streams themselves. `gpumux-alone` is as `alone`, with the programs of `gpumux`. `gpreempt` is the arrangement of two contexts with fixed timeslices, without hints. All modes' programs
 are on the GPU at once: about 9 GiB a mode with `--batch 32`, 6.5 with 16.
 
 Values: `latency_*` (time per token: from one token of a sequence to its next), `token_rate` (tokens per second, of all sequences), `batch_rate` (training steps per
@@ -24,9 +24,11 @@ from common import BenchError, Crew, Results
 CASES = ["eager", "batching", "graph"]
 MODES = [
     "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
-    "xsched", "xsched-1", "gpumux", "no-hints", "objective", "space",
+    "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "objective", "space",
 ]  # fmt: skip
-DEFAULT_MODES = ["alone", "time-slicing", "mps", "gpumux"]
+DEFAULT_MODES = ["alone", "time-slicing", "mps", "gpumux", "gpumux-alone"]
+# One program after the other; whose programs they are.
+ALONE = {"alone": "time-slicing", "gpumux-alone": "gpumux"}
 TOGETHER = {"streams": [], "green": ["--green", "0.5"]}
 STEPS = {"op": "steps"}
 # An engine for batches is made by the first order.
@@ -37,7 +39,7 @@ def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> di
     """One mode in one round."""
     tokens = {"server": {"op": "tokens", "kind": case, "seed": number}}
     lead = LEAD_S.get(case, 0.5)
-    if mode == "alone":
+    if mode in ALONE:
         answers = crew.measure(seconds, tokens, lead) | crew.measure(seconds / 2, {"training": STEPS})
     elif mode in TOGETHER:
         answers = crew.measure(seconds, {"pair": {"op": "pair", **tokens, "training": STEPS}}, lead)["pair"]
@@ -73,7 +75,7 @@ def main() -> int:
     logs = common.begin(options)
     seconds, most, least = rounds.quick(options)
     results = Results("decode", options.out, CASES, MODES)
-    stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
+    stages = {name: ALONE.get(name, name) for name in MODES if name in options.modes}
     cell = functools.partial(measure, seconds=seconds)
     programs = functools.partial(programs_of, kinds=options.cases, batch=options.batch)
     return peers.compare(results, options.cases, stages, programs, cell, logs, options.budget, most, least)

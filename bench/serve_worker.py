@@ -33,14 +33,15 @@ class Vllm:
         import vllm
 
         self.vllm = vllm
-        self.engine = vllm.LLM(
+        self.llm = vllm.LLM(
             options.model,
             load_format="dummy",
             skip_tokenizer_init=True,
             gpu_memory_utilization=options.memory,
             max_model_len=options.context,
             **options.engine,
-        ).llm_engine
+        )
+        self.engine = self.llm.llm_engine
         core = self.engine.engine_core
         # In a process of its own it is not seen.
         self.scheduler = getattr(getattr(core, "engine_core", core), "scheduler", None)
@@ -81,6 +82,14 @@ class Vllm:
     def drop(self, names: Iterable[str]) -> None:
         """Forgets requests."""
         self.engine.abort_request(list(names))
+
+    def sleep(self) -> None:
+        """vLLM's sleep mode: its weights go to the host, and its cache is dropped."""
+        self.llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """The end of that."""
+        self.llm.wake_up()
 
 
 def greedy(engine: Any, requests: list[list[int]], salt: str | None) -> dict[str, Any]:
@@ -134,6 +143,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--cold", action="store_true", help="of an elastic cache, pages in use move before other memory")
+    parser.add_argument("--room", help="socket of what says when it may be awake: see rooms.py")
     parser.add_argument("--stand-in", action="store_true", help="without vLLM: see standin.py")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
@@ -150,7 +160,13 @@ def main() -> None:
         engine = made(options)
         begin = time.monotonic()
         warm = {"start": begin, "stop": begin + 10.0, "requests": [[0.0, 512, 32], [0.1, 64, 64]], "ends": True}
-        replay(engine, warm, time.monotonic, lambda s: time.sleep(max(0.0, s)), turn=-1)
+        wait: Callable[[float], None] = lambda s: time.sleep(max(0.0, s))  # noqa: E731
+        replay(engine, warm, time.monotonic, wait, turn=-1)
+        if options.room:
+            from rooms import Sleeper
+
+            engine = Sleeper(engine, options.room)
+            wait = engine.wait
     except Exception as error:
         traceback.print_exc()
         answer(error=f"cannot prepare: {error}")
@@ -162,7 +178,11 @@ def main() -> None:
             if "greedy" in order:
                 answer(**greedy(engine, order["greedy"], order.get("salt")))
                 continue
-            answer(**replay(engine, order, time.monotonic, lambda s: time.sleep(max(0.0, s)), turn))
+            if order.get("sleep"):
+                engine.rest()
+                answer(asleep=True)
+                continue
+            answer(**replay(engine, order, time.monotonic, wait, turn))
         except Exception as error:
             traceback.print_exc()
             answer(error=str(error))

@@ -1,0 +1,178 @@
+"""Many models on one card: vLLM engines (random weights, Llama-3-8B's shape), asked by a skewed load. Which of them have their memory on the card changes with it.
+
+Cases are numbers of models, such as `8`. The k-th one is asked `--rate` ÷ k times a second at random moments, with the lengths of a recorded trace (`--trace`, as for
+serve.py). The load is the same in all modes; that of fewer models is a part of it.
+
+Modes: `dedicated` (the first model has the card to itself), `stock` (all are on the card; only where they fit), `sleep` (vLLM's sleep mode, level 1, without gpumux: the
+benchmark says which engines are awake, as a router of a fleet does: as many as fit, and a model that is asked takes the place of the one that has been idle for the longest, or of the
+one that has been awake for the longest once its requests are done), `gpumux` (`gpumux run` and no more). In `stock` and `sleep` engines start one after the other, since each needs room.
+
+Values: `attainment`, the part of all requests that meet TTFT_MS and TPOT_MS (an unfinished one does not); `goodput_per_s` of them; `ttft_*`, `tpot_*`; `first_p50_ms`, `first_p99_ms`: times to the
+first token of requests before which their model had none for PAUSE_S or more; `awake`, engines that `sleep` has on the card at once; `ready_s`, until all engines were there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import engines
+import kv
+import rooms
+import serve
+from common import BenchError, Gpumux, Mode, Results, Worker
+from memory import cell
+from residency import Nvml
+
+MODES = ["dedicated", "stock", "sleep", "gpumux"]
+# What Aegaeon's evaluation (SOSP '25) takes as its usual objectives.
+TTFT_MS, TPOT_MS = 10_000.0, 100.0
+PAUSE_S = 2.0
+LONGEST = 256  # tokens that a request makes, so that a measurement has many
+SPARE = 1 << 30
+
+
+class Request(NamedTuple):
+    """When it comes (seconds from the start), tokens given and made, and whether its model had a pause before."""
+
+    at: float
+    prompt: int
+    output: int
+    paused: bool
+
+
+def load(model: int, lengths: Sequence[serve.Request], rate: float, seconds: float) -> list[Request]:
+    """The requests of a model, the most asked one is 0."""
+    rng, found, at = random.Random(model), list[Request](), 0.0
+    busy = -PAUSE_S
+    while (at := at + rng.expovariate(rate / (model + 1))) < seconds:
+        one = rng.choice(lengths)
+        found.append(Request(at, one.prompt, min(one.output, LONGEST), at - busy >= PAUSE_S))
+        busy = at
+    return found
+
+
+def values(came: Sequence[Sequence[Request]], answers: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
+    """Of all models together. A request without a token counts with the time that it waited until the end."""
+    ttft, first, tpot, good = list[float](), list[float](), list[float](), 0
+    for requests, answer in zip(came, answers, strict=True):
+        for one, begin, end, made in zip(requests, answer["first_s"], answer["last_s"], answer["tokens"], strict=True):
+            ttft.append(((seconds if begin is None else begin) - one.at) * 1e3)
+            first += ttft[-1:] if one.paused else []
+            tpot += [(end - begin) / (made - 1) * 1e3] if made > 1 else []
+            good += made >= one.output and ttft[-1] <= TTFT_MS and (made == 1 or tpot[-1] <= TPOT_MS)
+    if not tpot:
+        raise BenchError("no request had two tokens")
+    found = {"attainment": good / len(ttft), "goodput_per_s": good / seconds, "requests": float(len(ttft))}
+    for name, times in (("ttft", ttft), ("first", first), ("tpot", tpot)):
+        found |= {f"{name}_p50_ms": common.quantile(times, 0.5), f"{name}_p99_ms": common.quantile(times, 0.99)} if times else {}
+    return found
+
+
+def fits(usable: int, awake: int, asleep: int, models: int) -> int:
+    """How many engines may be awake, where one takes so many bytes awake and asleep."""
+    return max(0, min(models, (usable - SPARE - models * asleep) // max(1, awake - asleep)))
+
+
+@contextlib.contextmanager
+def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> Iterator[tuple[list[Worker], dict[str, float]]]:
+    """So many engines in a mode, ready; and what is to be said of them."""
+    with contextlib.ExitStack() as stack:
+        mode = stack.enter_context(Gpumux(name, logs) if name == "gpumux" else Mode(name, logs))
+        given = {"attention_backend": options.attention, "enforce_eager": True, "kv_cache_memory_bytes": options.cache}
+        flags: list[str] = []
+        room = None
+        if name == "sleep":
+            room = stack.enter_context(rooms.Room(logs / f"room-{models}"))
+            given["enable_sleep_mode"] = True
+            flags = ["--room", str(room.path)]
+        arguments = [str(options.model), "--memory", str(options.memory), "--context", "8192", "--engine", json.dumps(given), *flags]
+        used, begin, workers, sizes = (lambda memory=Nvml(): memory.memory().used), time.monotonic(), list[Worker](), list[int]()
+        before = used()
+        for number in range(models):
+            workers.append(Worker(f"model-{number}", arguments, mode, "latency", serve.ENGINE))
+            stack.callback(workers[-1].close)
+            if name == "gpumux":
+                continue
+            base = used()
+            engines.ready(workers[-1], options)
+            sizes.append(used() - base)
+            if room:
+                workers[-1].send(sleep=True)
+                workers[-1].reply(common.REPLY_S)
+        for worker in workers if name == "gpumux" else ():
+            engines.ready(worker, options)
+        said = {"ready_s": time.monotonic() - begin}
+        if room:
+            most = fits(Nvml().memory().total - before, max(sizes), (used() - before) // models, models)
+            if not most:
+                raise BenchError(f"none of {models} engines fits while the others sleep")
+            room.allow(most)
+            said["awake"] = float(most)
+        yield workers, said
+
+
+def measure(name: str, models: int, lengths: Sequence[serve.Request], logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """The values of a mode with so many models."""
+    with started(name, 1 if name == "dedicated" else models, logs, options) as (workers, said):
+        came = [load(number, lengths, options.rate, options.seconds) for number in range(len(workers))]
+        stop_s = options.seconds + options.drain
+        options.left.check(stop_s + 5)
+        start = time.monotonic() + 0.5
+        for worker, requests in zip(workers, came, strict=True):
+            worker.send(start=start, stop=start + stop_s, requests=[it[:3] for it in requests])
+        answers = [worker.reply(stop_s + common.REPLY_S) for worker in workers]
+        return values(came, answers, stop_s) | said
+
+
+def main() -> int:
+    """Runs the cases in their modes, until the budget is spent."""
+    parser = common.parser(
+        "Many models on one card.",
+        "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/many.py --trace conv.csv --models 4,8 --budget 550",
+    )
+    parser.add_argument("--trace", type=Path, required=True, help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens")
+    parser.add_argument("--models", type=lambda text: [int(it) for it in text.split(",")], default=[4, 8], help="numbers of models [4,8]")
+    parser.add_argument("--modes", type=common.listed(MODES), default=MODES, help="[all]")
+    parser.add_argument("--rate", type=float, default=0.4, help="requests a second of the most asked model [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="in which requests come [%(default)s]")
+    parser.add_argument("--drain", type=float, default=10.0, help="seconds after them [%(default)s]")
+    parser.add_argument("--cache", default="2GiB", help="of an engine's KV cache [%(default)s]")
+    parser.add_argument("--memory", type=float, default=0.2, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
+    parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
+    parser.add_argument("--budget", type=float, default=1800.0, help="seconds for all [%(default)s]")
+    options = parser.parse_args()
+    logs = common.begin(options)
+    options.seconds /= 4 if options.quick else 1
+    options.cache, options.left = kv.bytes_of(options.cache), engines.Budget(options.budget)
+    with open(options.trace, newline="") as file:
+        lengths = serve.trace(csv.DictReader(file))
+    if not lengths:
+        raise BenchError(f"{options.trace} has no requests")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(common.BENCH.parent / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options.model = logs / "model"
+    options.model.mkdir(exist_ok=True)
+    (options.model / "config.json").write_text(json.dumps(serve.LLAMA_3_8B))
+    results = Results("many", options.out, [str(it) for it in options.models], MODES)
+    for models, name in itertools.product(options.models, MODES):
+        if name not in options.modes:
+            continue
+        with cell(results, f"{models}, {name}", logs):
+            options.left.check(60)
+            results.add(str(models), name, measure(name, models, lengths, logs, options))
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
