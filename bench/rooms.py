@@ -1,7 +1,7 @@
 """Which engines with vLLM's sleep mode are awake (many.py): the benchmark's side, `Room`, and the engine's, `Sleeper`. They talk by single letters over a socket.
 
 All engines sleep at first. One says `w` when it sleeps and has requests, `b` and `i` when it begins to have requests and has none any more, and `s` when it sleeps again.
-It is told `g` (wake up), and `z` (sleep when your requests are done; those that come meanwhile wait).
+It receives `g` (wake up) and `z` (sleep when your requests are done; those that come meanwhile wait).
 """
 
 from __future__ import annotations
