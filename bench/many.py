@@ -3,9 +3,9 @@
 Cases are numbers of models, such as `8`. The k-th one is asked `--rate` ÷ k times a second at random moments, with the lengths of a recorded trace (`--trace`, as for
 serve.py). The load is the same in all modes; that of fewer models is a part of it.
 
-Modes: `dedicated` (the first model has the card to itself), `stock` (all are on the card; only where they fit), `sleep` (vLLM's sleep mode, level 1, without gpumux: the
+Modes: `stock` (all are on the card, where they fit; of one model it is a card of its own), `sleep` (vLLM's sleep mode, level 1, without gpumux: the
 benchmark says which engines are awake, as a router of a fleet does: as many as fit, and a model that is asked takes the place of the one that has been idle for the longest, or of the
-one that has been awake for the longest once its requests are done), `gpumux` (`gpumux run` and no more). In `stock` and `sleep` engines start one after the other, since each needs room.
+one that has been awake for the longest once its requests are done), `gpumux` (`gpumux run` and no more). In `sleep` engines start few at a time, since each needs room.
 
 Values: `attainment`, the part of all requests that meet TTFT_MS and TPOT_MS (an unfinished one does not); `goodput_per_s` of them; `ttft_*`, `tpot_*`; `first_p50_ms`, `first_p99_ms`: times to the
 first token of requests before which their model had none for PAUSE_S or more; `awake`, engines that `sleep` has on the card at once; `ready_s`, until all engines were there.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import itertools
 import json
 import os
 import random
@@ -35,7 +34,8 @@ from common import BenchError, Gpumux, Mode, Results, Worker
 from memory import cell
 from residency import Nvml
 
-MODES = ["dedicated", "stock", "sleep", "gpumux"]
+MODES = ["stock", "sleep", "gpumux"]
+CELLS = "1/stock,4/stock,4/sleep,4/gpumux,8/sleep,8/gpumux"
 # What Aegaeon's evaluation (SOSP '25) takes as its usual objectives.
 TTFT_MS, TPOT_MS = 10_000.0, 100.0
 PAUSE_S = 2.0
@@ -98,26 +98,33 @@ def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> 
             given["enable_sleep_mode"] = True
             flags = ["--room", str(room.path)]
         arguments = [str(options.model), "--memory", str(options.memory), "--context", "8192", "--engine", json.dumps(given), *flags]
-        used, begin, workers, sizes = (lambda memory=Nvml(): memory.memory().used), time.monotonic(), list[Worker](), list[int]()
-        before = used()
-        for number in range(models):
-            workers.append(Worker(f"model-{number}", arguments, mode, "latency", serve.ENGINE))
-            stack.callback(workers[-1].close)
-            if name == "gpumux":
-                continue
-            base = used()
-            engines.ready(workers[-1], options)
-            sizes.append(used() - base)
-            if room:
-                workers[-1].send(sleep=True)
-                workers[-1].reply(common.REPLY_S)
-        for worker in workers if name == "gpumux" else ():
-            engines.ready(worker, options)
+        used, begin, workers = (lambda memory=Nvml(): memory.memory().used), time.monotonic(), list[Worker]()
+        before, asleep, size, most = used(), 0, 0, models
+
+        def start(count: int) -> list[Worker]:
+            new = [Worker(f"model-{number}", arguments, mode, "latency", serve.ENGINE) for number in range(len(workers), min(models, len(workers) + count))]
+            for worker in new:
+                stack.callback(worker.close)
+            for worker in new:
+                engines.ready(worker, options)
+            workers.extend(new)
+            return new
+
+        while len(workers) < models:
+            # The first one shows how many fit.
+            new = start(models if not room else most if size else 1)
+            size = size or used() - before
+            for worker in new if room else ():
+                worker.send(sleep=True)
+            for worker in new if room else ():
+                worker.reply(common.REPLY_S)
+            if room and not asleep:
+                asleep = used() - before
+                most = fits(Nvml().memory().total - before, size, asleep, models)
+                if not most:
+                    raise BenchError(f"none of {models} engines fits while the others sleep")
         said = {"ready_s": time.monotonic() - begin}
         if room:
-            most = fits(Nvml().memory().total - before, max(sizes), (used() - before) // models, models)
-            if not most:
-                raise BenchError(f"none of {models} engines fits while the others sleep")
             room.allow(most)
             said["awake"] = float(most)
         yield workers, said
@@ -125,7 +132,7 @@ def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> 
 
 def measure(name: str, models: int, lengths: Sequence[serve.Request], logs: Path, options: argparse.Namespace) -> dict[str, float]:
     """The values of a mode with so many models."""
-    with started(name, 1 if name == "dedicated" else models, logs, options) as (workers, said):
+    with started(name, models, logs, options) as (workers, said):
         came = [load(number, lengths, options.rate, options.seconds) for number in range(len(workers))]
         stop_s = options.seconds + options.drain
         options.left.check(stop_s + 5)
@@ -136,15 +143,22 @@ def measure(name: str, models: int, lengths: Sequence[serve.Request], logs: Path
         return values(came, answers, stop_s) | said
 
 
+def cells(text: str) -> list[tuple[int, str]]:
+    """`8/gpumux,8/sleep`."""
+    found = [(int(models), name) for models, _, name in (it.partition("/") for it in text.split(","))]
+    if wrong := [name for models, name in found if name not in MODES or models < 1]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]}: a cell is a number of models, / and one of {', '.join(MODES)}")
+    return found
+
+
 def main() -> int:
     """Runs the cases in their modes, until the budget is spent."""
     parser = common.parser(
         "Many models on one card.",
-        "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/many.py --trace conv.csv --models 4,8 --budget 550",
+        "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/many.py --trace conv.csv --budget 550",
     )
     parser.add_argument("--trace", type=Path, required=True, help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens")
-    parser.add_argument("--models", type=lambda text: [int(it) for it in text.split(",")], default=[4, 8], help="numbers of models [4,8]")
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES, help="[all]")
+    parser.add_argument("--cells", type=cells, default=cells(CELLS), help=f"numbers of models, each with a mode [{CELLS}]")
     parser.add_argument("--rate", type=float, default=0.4, help="requests a second of the most asked model [%(default)s]")
     parser.add_argument("--seconds", type=float, default=60.0, help="in which requests come [%(default)s]")
     parser.add_argument("--drain", type=float, default=10.0, help="seconds after them [%(default)s]")
@@ -164,10 +178,8 @@ def main() -> int:
     options.model = logs / "model"
     options.model.mkdir(exist_ok=True)
     (options.model / "config.json").write_text(json.dumps(serve.LLAMA_3_8B))
-    results = Results("many", options.out, [str(it) for it in options.models], MODES)
-    for models, name in itertools.product(options.models, MODES):
-        if name not in options.modes:
-            continue
+    results = Results("many", options.out, list(dict.fromkeys(str(models) for models, _ in options.cells)), MODES)
+    for models, name in options.cells:
         with cell(results, f"{models}, {name}", logs):
             options.left.check(60)
             results.add(str(models), name, measure(name, models, lengths, logs, options))

@@ -1,11 +1,18 @@
 """Loads of many models, what counts, which may be awake, and engines that sleep: with engines that are fakes."""
 
+import argparse
+import contextlib
+import json
 import socket
+import sys
 import tempfile
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import common
 import many
 import rooms
 import serve
@@ -46,6 +53,59 @@ class Values(unittest.TestCase):
         self.assertEqual(many.fits(79 * gib, 18 * gib, 2 * gib, 8), 3)
         self.assertEqual(many.fits(79 * gib, 18 * gib, 2 * gib, 2), 2)
         self.assertEqual(many.fits(16 * gib, 18 * gib, 2 * gib, 8), 0)
+
+
+class Fake:
+    """A worker whose engine has 18 GiB, and 2 GiB while it sleeps."""
+
+    used, most, starts = 0, 0, list[int]()
+
+    def __init__(self, name: str, arguments: Any, mode: Any, _klass: str, _program: Any) -> None:
+        self.name, self.log, self.asleep, self.answers = name, mode.logs / f"{name}.log", False, [{"ready": True}]
+        Fake.used += 18 << 30
+        Fake.most = max(Fake.most, Fake.used)
+        Fake.starts.append(Fake.used >> 30)
+
+    def send(self, **order: Any) -> None:
+        if order.get("sleep"):
+            Fake.used -= 16 << 30
+            self.answers.append({})
+            return
+        at = [it[0] for it in order["requests"]]
+        self.answers.append({"first_s": [it + 0.1 for it in at], "last_s": [it + 0.4 for it in at], "tokens": [it[2] for it in order["requests"]]})
+
+    def reply(self, _timeout: float) -> Any:
+        return self.answers.pop(0)
+
+    def close(self) -> None:
+        Fake.used = 0
+
+
+class Runs(unittest.TestCase):
+    def test_every_cell_has_a_row_and_sleeping_engines_fit_from_the_start(self) -> None:
+        Fake.most, Fake.starts = 0, []
+        nvml = SimpleNamespace(memory=lambda: SimpleNamespace(used=Fake.used, total=79 << 30))
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            trace = Path(folder) / "trace.csv"
+            trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,480,10\n")
+            for name, value in (("Worker", Fake), ("Gpumux", common.Mode), ("Nvml", lambda: nvml)):
+                stack.enter_context(mock.patch.object(many, name, value))
+            stack.enter_context(mock.patch.object(common, "say"))
+            stack.enter_context(mock.patch("signal.signal"))
+            arguments = ["--trace", str(trace), "--cells", "1/stock,8/sleep,8/gpumux", "--out", folder, "--logs", f"{folder}/logs"]
+            stack.enter_context(mock.patch.object(sys, "argv", ["many.py", *arguments]))
+            stack.enter_context(mock.patch.dict("os.environ"))
+            self.assertEqual(many.main(), 0)
+            (file,) = Path(folder).glob("many-*.json")
+            rows = {(it["case"], it["mode"]): it["values"] for it in json.loads(file.read_text())["rows"]}
+        self.assertEqual([*rows], [("1", "stock"), ("8", "sleep"), ("8", "gpumux")])
+        self.assertEqual((rows["8", "sleep"]["awake"], {it["attainment"] for it in rows.values()}), (3.0, {1.0}))
+        self.assertEqual(max(Fake.starts[1:9]), 3 * 18 + 4 * 2, "of those that sleep, the first shows how many fit; then three start at a time")
+
+    def test_cells_are_checked(self) -> None:
+        for text in ("8/other", "8", "0/stock"):
+            with self.assertRaises((argparse.ArgumentTypeError, ValueError)):
+                many.cells(text)
 
 
 class Places(unittest.TestCase):
