@@ -432,8 +432,11 @@ impl Controller {
                 domain.into_iter().for_each(|it| it.state.timeslice = found);
             }
             Event::Unreadable(_) if !domain.is_faulty() => self.fail(now, at, id),
-            // New channels are to be frozen, too.
-            Event::Channels(_) | Event::Ran(_) if domain.state.run == RunState::Frozen => {
+            Event::Channels(_) if domain.state.run == RunState::Frozen => {
+                domain.course.may_run(now);
+                device.has_channels(now, id);
+            }
+            Event::Ran(_) if domain.state.run == RunState::Frozen => {
                 domain.course.may_run(now);
                 self.urgent.push_back(Urgent {
                     device: at,
@@ -547,6 +550,14 @@ impl Controller {
                 if self.mutation != Some(Mutation::NoRetry) {
                     self.urge(device, id, Aim::Retry);
                 }
+            }
+            while let Some(id) = self.devices[device].due_refreeze(now) {
+                self.urgent.push_back(Urgent {
+                    device,
+                    id,
+                    sets: Sets::Frozen,
+                    aim: Aim::Plan,
+                });
             }
         }
     }

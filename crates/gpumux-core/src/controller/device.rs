@@ -26,6 +26,10 @@ const CALM: f64 = 0.05;
 /// A plan is not asked for sooner than this, whatever the policy's next decision time is.
 const HURRY: Micros = Micros(100);
 
+/// Frozen domains with new channels are frozen again at once, but on average no more often than this, and so many in a row: a freeze costs the running
+/// program a switch, and a program may say as often as it likes that it has new channels.
+const REFREEZES: (Micros, u64) = (Micros::from_millis(20), 32);
+
 #[derive(Clone)]
 pub(super) struct Device {
     policy: Arc<dyn Policy>,
@@ -48,6 +52,10 @@ pub(super) struct Device {
     /// What is left to do of the plan.
     controls: VecDeque<Control>,
     deferral: Calm,
+    /// Frozen domains with new channels, which run until they are frozen too: since when.
+    unfrozen: BTreeMap<DomainId, Micros>,
+    /// When all that were frozen again so would have been, one in each [`REFREEZES`].
+    refrozen: Micros,
     /// Looks in a row that found no domain that gives way with other demand than before.
     pub(super) quiet: u32,
     pub(super) looked: Micros,
@@ -70,6 +78,8 @@ impl Device {
             next: None,
             controls: VecDeque::new(),
             deferral: Calm::default(),
+            unfrozen: BTreeMap::new(),
+            refrozen: now,
             quiet: 0,
             looked: now,
         }
@@ -102,7 +112,33 @@ impl Device {
     pub(super) fn due(&self) -> Option<Micros> {
         let faults = self.domains.values().filter_map(|it| it.fault);
         let faults = faults.filter(|it| !it.trying).map(|it| it.until);
-        faults.chain(self.next).min()
+        faults.chain(self.next).chain(self.refreeze_at()).min()
+    }
+
+    /// A frozen domain has new channels.
+    pub(super) fn has_channels(&mut self, now: Micros, id: DomainId) {
+        self.unfrozen.entry(id).or_insert(now);
+    }
+
+    /// When to freeze one of those.
+    fn refreeze_at(&self) -> Option<Micros> {
+        let since = self.unfrozen.values().min()?;
+        let (each, most) = REFREEZES;
+        Some(
+            self.refrozen
+                .saturating_sub(Micros(each.0 * most))
+                .max(*since),
+        )
+    }
+
+    /// The domain that is to be frozen again now, because it has new channels: that is begun.
+    pub(super) fn due_refreeze(&mut self, now: Micros) -> Option<DomainId> {
+        self.refreeze_at().filter(|due| *due <= now)?;
+        let first = self.unfrozen.iter().min_by_key(|(_, since)| **since);
+        let id = *first?.0;
+        self.unfrozen.remove(&id);
+        self.refrozen = self.refrozen.max(now) + REFREEZES.0;
+        Some(id)
     }
 
     /// A domain that failed and is to be taken up again: that is begun now.
@@ -191,6 +227,7 @@ impl Device {
         self.account(now);
         self.dirty = true;
         self.domains.remove(&id);
+        self.unfrozen.remove(&id);
     }
 
     /// A control of this domain failed.

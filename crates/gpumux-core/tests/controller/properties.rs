@@ -250,6 +250,33 @@ pub(crate) fn failing_controls_are_tried_seldom() {
     assert!((2..60).contains(&failed), "{failed} controls failed");
 }
 
+/// Frozen tenants that say again and again that they have new channels cost few controls.
+#[test]
+fn new_channels_are_frozen_again_but_seldom() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    (2..=8).for_each(|id| world.tenant(id, spec(Class::Batch, 0.0), &[0]));
+    (1..=8).for_each(|id| world.set_busy(id, true));
+    world.run_for(Micros::from_secs(1));
+    let mut commands = |says: bool| {
+        let before = world.seen.commands;
+        for _ in 0..10_000 {
+            let frozen = (2..=8).filter(|id| says && world.groups[&world.group(*id)].frozen);
+            let frozen: Vec<u64> = frozen.collect();
+            frozen.into_iter().for_each(|id| world.says_channels(id));
+            world.run_for(Micros(500));
+        }
+        world.seen.commands - before
+    };
+    let (usual, more) = (commands(false), commands(true));
+    println!("{usual} controls in 5 s, {more} while six say that they have channels");
+    assert!(
+        more > usual + 32,
+        "{usual} became {more}: none is frozen again"
+    );
+    assert!(more <= usual + 32 + 250 + 20, "{usual} became {more}");
+}
+
 /// A tenant without work gives its memory to a latency tenant: it is frozen although that one is at work all the time.
 #[test]
 pub(crate) fn controls_wait_for_latency_work_but_not_for_long() {

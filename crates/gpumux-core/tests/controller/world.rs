@@ -333,6 +333,15 @@ impl World {
         }
     }
 
+    /// A tenant says that its groups have new channels, which run whatever the others may.
+    pub(crate) fn says_channels(&mut self, id: u64) {
+        let groups = self.groups.iter().filter(|(_, it)| it.tenant == id);
+        for (group, _) in groups {
+            self.controller.handle(self.now, Event::Channels(*group));
+        }
+        self.settle();
+    }
+
     /// A tenant's process ends.
     pub(crate) fn kill(&mut self, id: u64) {
         let Some(tenant) = self.tenants.remove(&id) else {
