@@ -152,6 +152,8 @@ enum Sets {
     Run,
     /// That it is frozen, if it is.
     Frozen,
+    /// That it runs, if it does.
+    Running,
 }
 
 /// Known faults, for tests that must find them.
@@ -179,6 +181,8 @@ pub enum Mutation {
     IgnoreFound,
     /// Neighbours of a program that was launch-bound keep the longer timeslice.
     TolerateForEver,
+    /// What was let run is believed to run.
+    TrustThaws,
 }
 
 /// See the module's description.
@@ -401,6 +405,7 @@ impl Controller {
             Event::AtWork(_, at_work) => domain.at_work = at_work,
             Event::Arrival(_, at) => domain.rhythm.came(at),
             Event::Progress(_, progress) => {
+                domain.stir(now);
                 let keeps = self.mutation == Some(Mutation::TolerateForEver);
                 if keeps && domain.state.tolerated.is_some() {
                     return;
@@ -551,13 +556,22 @@ impl Controller {
                     self.urge(device, id, Aim::Retry);
                 }
             }
-            while let Some(id) = self.devices[device].due_refreeze(now) {
+            let mut again = |id, sets| {
                 self.urgent.push_back(Urgent {
                     device,
                     id,
-                    sets: Sets::Frozen,
+                    sets,
                     aim: Aim::Plan,
                 });
+            };
+            while let Some(id) = self.devices[device].due_refreeze(now) {
+                again(id, Sets::Frozen);
+            }
+            let trusts = self.mutation == Some(Mutation::TrustThaws);
+            while let Some(id) = self.devices[device].due_run(now) {
+                if !trusts {
+                    again(id, Sets::Running);
+                }
             }
         }
     }
@@ -573,8 +587,11 @@ impl Controller {
                 (Sets::Run, false) => Control::Thaw(id),
                 (Sets::Run, true) if next.aim == Aim::Retry => Control::Freeze(id),
                 (Sets::Frozen, _) if domain.state.run == RunState::Frozen => Control::Freeze(id),
-                // Its memory is away, and it must not run; or it is not frozen any more.
-                (Sets::Run | Sets::Frozen, _) => continue,
+                (Sets::Running, false) if domain.state.run == RunState::Enabled => {
+                    Control::Thaw(id)
+                }
+                // Its memory is away, and it must not run; or it is as it was no longer.
+                (Sets::Run | Sets::Frozen | Sets::Running, _) => continue,
             };
             return Some((device, control, next.aim));
         }

@@ -475,15 +475,15 @@ hooks! {
     cuDevicePrimaryCtxReset_v2(device: CUdevice) (real) => allocate::release_primary(device, real);
 
     // Which group is whose.
-    cuCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { work::create_context(out, || gate::through(real)) };
-    cuCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { work::create_context(out, || gate::through(real)) };
-    cuCtxCreate_v3(out: *mut CUcontext, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) (real) => unsafe { work::create_context(out, || gate::through(real)) };
-    cuCtxCreate_v4(out: *mut CUcontext, params: *mut c_void, flags: c_uint, device: CUdevice) (real) => unsafe { work::create_context(out, || gate::through(real)) };
-    cuDevicePrimaryCtxRetain(out: *mut CUcontext, device: CUdevice) (real) => unsafe { work::create_context(out, || gate::through(real)) };
-    cuGLCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { work::create_context(out, || gate::through(real)) };
-    cuGLCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { work::create_context(out, || gate::through(real)) };
-    cuVDPAUCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice, display: u64, address: *mut c_void) (real) => unsafe { work::create_context(out, || gate::through(real)) };
-    cuVDPAUCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice, display: u64, address: *mut c_void) (real) => unsafe { work::create_context(out, || gate::through(real)) };
+    cuCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
+    cuCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
+    cuCtxCreate_v3(out: *mut CUcontext, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
+    cuCtxCreate_v4(out: *mut CUcontext, params: *mut c_void, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
+    cuDevicePrimaryCtxRetain(out: *mut CUcontext, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
+    cuGLCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
+    cuGLCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
+    cuVDPAUCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice, display: u64, address: *mut c_void) (real) => unsafe { allocate::create_context(out, device, real) };
+    cuVDPAUCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice, display: u64, address: *mut c_void) (real) => unsafe { allocate::create_context(out, device, real) };
 }
 
 #[cfg(test)]

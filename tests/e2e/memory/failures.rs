@@ -49,6 +49,29 @@ fn daemon_restart_keeps_memory_accounting() {
     idler.kill();
 }
 
+/// One context has room that is kept for it. Several at once have some where others' memory moves.
+#[test]
+fn programs_that_start_at_once_find_room_for_their_contexts() {
+    if real() {
+        return eprintln!("SKIPPED: the device is too large to fill in a test");
+    }
+    let node = Node::with(Options {
+        profile: "memory = 1073741824\ncontext_memory = 104857600",
+        ..Options::default()
+    });
+    let idle = "gpumux workload idle --seconds 600 --memory 650MiB";
+    let idler = Process::start(&mut node.tenant("--name idler", idle));
+    node.wait_tenant("idler", |it| bytes(it, "in_use") >= 650 << 20);
+    let next = "gpumux workload idle --seconds 3 --memory 16MiB";
+    let all: Vec<Process> = (0..4)
+        .map(|n| Process::start(&mut node.tenant(&format!("--name next{n}"), next)))
+        .collect();
+    for one in all {
+        one.finish_within(PATIENCE * 3).ok();
+    }
+    idler.kill();
+}
+
 #[test]
 fn a_sleeper_that_is_killed_leaves_nothing() {
     let node = Node::start();

@@ -112,7 +112,21 @@ impl Device {
     pub(super) fn due(&self) -> Option<Micros> {
         let faults = self.domains.values().filter_map(|it| it.fault);
         let faults = faults.filter(|it| !it.trying).map(|it| it.until);
-        faults.chain(self.next).chain(self.refreeze_at()).min()
+        let stand = self.domains.values().filter_map(Domain::again_at);
+        (faults
+            .chain(self.next)
+            .chain(self.refreeze_at())
+            .chain(stand))
+        .min()
+    }
+
+    /// The domain that is to be let run again now, because it stands still: that is begun.
+    pub(super) fn due_run(&mut self, now: Micros) -> Option<DomainId> {
+        let mut domains = self.domains.values_mut();
+        let due = |it: &&mut Domain| it.again_at().is_some_and(|at| at <= now);
+        let domain = domains.find(due)?;
+        domain.run_again(now);
+        Some(domain.state.id)
     }
 
     /// A frozen domain has new channels.

@@ -22,6 +22,9 @@ pub const TICK: Micros = Micros::from_millis(1);
 /// How long a domain without work still counts as one that competes: many pause between pieces of work.
 const LINGERS: Micros = Micros::from_secs(1);
 
+/// A domain that may run and stands still is let run again: after this at first, and at most, doubled each time.
+const STANDS: (Micros, Micros) = (Micros::from_secs(2), Micros::from_secs(16));
+
 /// A channel group to control.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NewDomain {
@@ -74,6 +77,8 @@ pub struct Domain {
     pub(super) busy: Micros,
     /// Since when it is frozen, and for how long it was before.
     pub(super) frozen: (Option<Micros>, Micros),
+    /// When its program last did something or it was let run, and how often it was let run again since then.
+    stirred: (Micros, u32),
 }
 
 /// That a control failed.
@@ -115,7 +120,27 @@ impl Domain {
             before,
             busy: Micros::ZERO,
             frozen: ((new.run == RunState::Frozen).then_some(now), Micros::ZERO),
+            stirred: (now, 0),
         }
+    }
+
+    /// Its program does something.
+    pub(super) fn stir(&mut self, now: Micros) {
+        self.stirred = (now, 0);
+    }
+
+    /// When it is let run once more although it may: it has work, and its program has done nothing for long. The driver may have carried out
+    /// an earlier control late, or another process one of its own.
+    pub(super) fn again_at(&self) -> Option<Micros> {
+        let runs = self.state.run == RunState::Enabled && !self.swapped_out;
+        let stands = runs && self.state.demand == Demand::Busy && !self.is_faulty();
+        let ((since, times), (first, most)) = (self.stirred, STANDS);
+        stands.then(|| since + Micros(first.0 << times.min(10)).min(most))
+    }
+
+    /// That is done now.
+    pub(super) fn run_again(&mut self, now: Micros) {
+        self.stirred = (now, self.stirred.1.saturating_add(1));
     }
 
     /// Its name to the policy and in the accounts.
@@ -148,6 +173,7 @@ impl Domain {
     }
 
     pub(super) fn set_demand(&mut self, demand: Demand, now: Micros) {
+        self.stir(now);
         self.busy = self.busy(now);
         (self.state.demand, self.state.demand_since) = (demand, now);
     }
@@ -156,7 +182,10 @@ impl Domain {
         self.state.run = run;
         self.frozen = match (run, self.frozen) {
             (RunState::Frozen, (None, before)) => (Some(now), before),
-            (RunState::Enabled, (Some(_), _)) => (None, self.frozen(now)),
+            (RunState::Enabled, (Some(_), _)) => {
+                self.stir(now);
+                (None, self.frozen(now))
+            }
             (_, unchanged) => unchanged,
         };
     }

@@ -18,7 +18,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 fn every_known_fault_is_found() {
     let single: fn() = sequences::latency_beside_batch_survives_every_sequence;
     let gang: fn() = sequences::a_gang_beside_others_survives_every_sequence;
-    let all: [(Mutation, fn()); 11] = [
+    let all: [(Mutation, fn()); 12] = [
         (Mutation::ThawFirst, single),
         (Mutation::TrustFailures, single),
         (Mutation::NoRetry, single),
@@ -41,6 +41,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::TolerateForEver,
             properties::neighbours_timeslice_follows_the_shape_of_requests,
+        ),
+        (
+            Mutation::TrustThaws,
+            properties::group_that_something_froze_runs_again,
         ),
     ];
     let missed: Vec<_> = (all.iter())

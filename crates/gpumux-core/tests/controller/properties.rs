@@ -7,7 +7,7 @@ use gpumux_core::{
 };
 use proptest::prelude::*;
 
-use super::world::{GIB, Manner, World, spec, with_memory};
+use super::world::{GIB, Manner, STANDS, World, spec, with_memory};
 
 /// One thing that happens to a tenant.
 #[derive(Clone, Copy, Debug)]
@@ -248,6 +248,24 @@ pub(crate) fn failing_controls_are_tried_seldom() {
     world.run_for(Micros::from_secs(20));
     let failed = world.seen.failed - before;
     assert!((2..60).contains(&failed), "{failed} controls failed");
+}
+
+/// A control that the driver carried out late, or a process with the right to: what should run does again soon, and a long kernel costs next to nothing.
+#[test]
+pub(crate) fn group_that_something_froze_runs_again() {
+    let mut world = World::new("priority", 1);
+    (1..=2).for_each(|id| world.tenant(id, spec(Class::Latency, 0.0), &[0]));
+    world.set_busy(1, true);
+    world.run_for(Micros::from_secs(20));
+    let commands = world.seen.commands;
+    world.run_for(Micros::from_secs(60));
+    let more = world.seen.commands - commands;
+    assert!(more < 20, "{more} controls of one long kernel");
+    world.waited(1, 1, Micros::from_millis(1), Micros::ZERO);
+    world.run_for(Micros::from_millis(10));
+    world.freeze_unseen(1);
+    world.run_for(STANDS);
+    assert!(!world.groups[&world.group(1)].frozen);
 }
 
 /// Frozen tenants that say again and again that they have new channels cost few controls.

@@ -37,6 +37,9 @@ const SHORT: Timeslice = Timeslice(500);
 /// How long something may take to be put right where controls work: some of them, deferred, one after the other.
 const SOON: Micros = Micros::from_millis(100);
 
+/// How long it may take until a group runs again that should, and was frozen behind the controller's back.
+pub(crate) const STANDS: Micros = Micros::from_millis(2_050);
+
 /// How long the control of one group may take that latency work defers.
 const DEFERRED: Micros = Micros::from_millis(5);
 
@@ -123,6 +126,8 @@ pub(crate) struct World {
     devices: usize,
     /// Until then a control of a group that is gone may hang.
     hung: Micros,
+    /// Until then a group may be otherwise than any event says.
+    unseen: Micros,
     /// Since when something has been as it must not be for long: what, and of which group, tenant or device.
     wrong: BTreeMap<(&'static str, u64), Micros>,
     pub(crate) seen: Seen,
@@ -164,6 +169,7 @@ impl World {
             checked: now,
             devices,
             hung: Micros::ZERO,
+            unseen: Micros::ZERO,
             wrong: BTreeMap::new(),
             seen: Seen::default(),
             longest_wait: Micros::ZERO,
@@ -331,6 +337,13 @@ impl World {
         for group in self.groups.values_mut().filter(|it| it.tenant == id) {
             (group.timeslice, group.tampered) = (timeslice, now);
         }
+    }
+
+    /// Something freezes a tenant's groups, and no event says so.
+    pub(crate) fn freeze_unseen(&mut self, id: u64) {
+        self.unseen = self.now + STANDS;
+        let groups = self.groups.values_mut().filter(|it| it.tenant == id);
+        groups.for_each(|it| it.frozen = true);
     }
 
     /// A tenant says that its groups have new channels, which run whatever the others may.

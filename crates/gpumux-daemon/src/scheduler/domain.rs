@@ -62,6 +62,19 @@ pub(crate) struct NewGroup {
     pub(crate) launches: Option<Launches>,
 }
 
+impl NewGroup {
+    /// Makes the group once more as it is said to be. A group that cannot be controlled shows that by its first control.
+    pub(super) fn confirm(&mut self) {
+        let _ = match self.run {
+            // Not with a timeslice of 1 µs beside another.
+            RunState::Enabled => (self.controls.set_timeslice(self.default.0))
+                .inspect(|()| self.timeslice = self.default)
+                .and_then(|()| self.controls.thaw()),
+            RunState::Frozen => self.controls.freeze(),
+        };
+    }
+}
+
 /// A domain under management: what it takes to carry out what the controller decides.
 pub(crate) struct Domain {
     /// The group to which it belongs: to the policy, all its members are this one domain.

@@ -357,7 +357,8 @@ impl Engine {
             let own: Vec<&str> = devices.iter().map(String::as_str).collect();
             return Err(GroupError::Elsewhere(group.device, own.join(", ")));
         }
-        if let Some(old) = self.announced(&group.device, group.member.handles) {
+        let old = self.announced(&group.device, group.member.handles);
+        if let Some(old) = &old {
             // A process that lost its session may be back before that was noticed.
             if old.pid != group.member.pid || old.pid == 0 {
                 return Err(GroupError::Claimed(old.pid));
@@ -368,6 +369,10 @@ impl Engine {
             controls: group.controls,
             renewal: Arc::clone(&self.renewal),
         });
+        // Since it was examined, controls of the process's last session may have come.
+        if old.is_some() || group.run == RunState::Frozen {
+            group.confirm();
+        }
         if group.engine != GR0 {
             // Copies are not scheduled: one cannot be frozen in its middle.
             let _ = self.state.reaper.send(Box::new(group.controls));

@@ -74,6 +74,8 @@ struct Hardware {
     now: u64,
     pulls: Vec<Pull>,
     groups: BTreeMap<u32, Group>,
+    /// Whether the channels of a member of a group are disabled, whatever files lead to them.
+    disabled: BTreeMap<(u32, u32), Arc<AtomicBool>>,
     closed: Vec<u32>,
     /// What a control takes besides [`COST`]: the driver does other things first.
     busy: u64,
@@ -110,7 +112,7 @@ struct FakeControls {
     group: u32,
     hardware: Shared,
     /// Its own channels are.
-    disabled: AtomicBool,
+    disabled: Arc<AtomicBool>,
 }
 
 impl FakeControls {
@@ -274,6 +276,7 @@ impl Bench {
         // The driver library of each process that joins sets the timeslice.
         let slice = group.slice;
         self.hardware().groups.entry(handle).or_insert(group).slice = slice;
+        let disabled = Arc::clone(self.hardware().disabled.entry((n, handle)).or_default());
         NewGroup {
             member: Member {
                 session: SessionId(n.into()),
@@ -288,7 +291,7 @@ impl Bench {
             controls: Box::new(FakeControls {
                 group: handle,
                 hardware: Arc::clone(&self.hardware),
-                disabled: AtomicBool::new(false),
+                disabled,
             }),
             page: Arc::new(Page::open(file).unwrap()),
             shared: false,

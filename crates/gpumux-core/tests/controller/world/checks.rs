@@ -117,6 +117,7 @@ impl World {
             let since = *self.wrong.entry(key).or_insert(now);
             let most = match key.0 {
                 "runs in part" => PART,
+                _ if now <= self.unseen => STANDS,
                 _ => SOON,
             };
             let most = most + Micros(self.groups.len() as u64 * DEFERRED.0);

@@ -91,8 +91,9 @@ fn batch_tenants_behind_a_busy_one_take_few_controls() {
 #[test]
 fn tenants_that_share_by_timeslices_are_looked_at_seldom() {
     let busy = effort(0, true);
-    assert!(busy.steps <= 27 && busy.looks <= 27, "{busy:?}");
-    assert_eq!((busy.controls, busy.plans), (0, 0), "{busy:?}");
+    assert!(busy.steps <= 27 && busy.looks <= 30, "{busy:?}");
+    // These programs never do anything: they are let run again now and then.
+    assert!(busy.controls <= 3 && busy.plans == 0, "{busy:?}");
     let idle = effort(0, false);
     assert!(idle.steps <= 105 && idle.looks <= 105, "{idle:?}");
     assert_eq!((idle.controls, idle.plans), (0, 0), "{idle:?}");

@@ -200,6 +200,30 @@ fn a_group_belongs_to_one_process() {
     ));
 }
 
+/// Its new session was examined, and let run, before the old one's last control.
+#[test]
+fn process_that_is_back_early_runs_although_its_old_session_froze_it_last() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.run(Micros::from_millis(50));
+    let frozen = [2, 3]
+        .into_iter()
+        .find(|n| bench.hardware().groups[n].frozen);
+    let frozen = frozen.expect("one of them waits");
+    let mut again = bench.group(frozen, frozen, 1);
+    again.member.session = SessionId(77);
+    bench.engine.add(again).unwrap();
+    let group = bench.hardware().groups[&frozen];
+    assert!(
+        !group.frozen,
+        "the controller believes that it runs: {group:?}"
+    );
+    // From here on it is planned for.
+    bench.engine.step();
+}
+
 #[test]
 fn stopped_process_counts_until_its_work_has_ended() {
     let mut bench = Bench::new();
