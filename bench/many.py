@@ -1,6 +1,6 @@
 """Many models on one card: vLLM engines (random weights, Llama-3-8B's shape), asked by a skewed load. Which of them have their memory on the card changes with it.
 
-Cases are numbers of models, such as `8`. The k-th one is asked `--rate` ÷ k times a second at random moments, with the lengths of a recorded trace (`--trace`, as for
+Cases are numbers of models, such as `6`. All that do not fit on the card need room on the host. The k-th one is asked `--rate` ÷ k times a second at random moments, with the lengths of a recorded trace (`--trace`, as for
 serve.py). The load is the same in all modes; that of fewer models is a part of it.
 
 Modes: `stock` (all are on the card, where they fit; of one model it is a card of its own), `sleep` (vLLM's sleep mode, level 1, without gpumux: the
@@ -35,7 +35,7 @@ from memory import cell
 from residency import Nvml
 
 MODES = ["stock", "sleep", "gpumux"]
-CELLS = "1/stock,4/stock,4/sleep,4/gpumux,8/sleep,8/gpumux"
+CELLS = "1/stock,4/stock,4/sleep,4/gpumux,6/sleep,6/gpumux"
 # What Aegaeon's evaluation (SOSP '25) takes as its usual objectives.
 TTFT_MS, TPOT_MS = 10_000.0, 100.0
 PAUSE_S = 2.0
@@ -144,7 +144,7 @@ def measure(name: str, models: int, lengths: Sequence[serve.Request], logs: Path
 
 
 def cells(text: str) -> list[tuple[int, str]]:
-    """`8/gpumux,8/sleep`."""
+    """`6/gpumux,6/sleep`."""
     found = [(int(models), name) for models, _, name in (it.partition("/") for it in text.split(","))]
     if wrong := [name for models, name in found if name not in MODES or models < 1]:
         raise argparse.ArgumentTypeError(f"{wrong[0]}: a cell is a number of models, / and one of {', '.join(MODES)}")
