@@ -105,7 +105,10 @@ def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> 
             new = [Worker(f"model-{number}", arguments, mode, "latency", serve.ENGINE) for number in range(len(workers), min(models, len(workers) + count))]
             for worker in new:
                 stack.callback(worker.close)
-            for worker in new:
+            # One that has ended is noticed although others are waited for.
+            while any(it.lines.empty() for it in new) and not any(it.process.poll() is not None for it in new) and options.left.lasts(5):
+                time.sleep(0.1)
+            for worker in sorted(new, key=lambda it: it.process.poll() is None):
                 engines.ready(worker, options)
             workers.extend(new)
             return new

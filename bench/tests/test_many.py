@@ -62,6 +62,7 @@ class Fake:
 
     def __init__(self, name: str, arguments: Any, mode: Any, _klass: str, _program: Any) -> None:
         self.name, self.log, self.asleep, self.answers = name, mode.logs / f"{name}.log", False, [{"ready": True}]
+        self.lines, self.process = SimpleNamespace(empty=lambda: False), SimpleNamespace(poll=lambda: None)
         Fake.used += 18 << 30
         Fake.most = max(Fake.most, Fake.used)
         Fake.starts.append(Fake.used >> 30)
