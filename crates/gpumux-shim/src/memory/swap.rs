@@ -11,7 +11,7 @@ mod host;
 mod numa;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     ffi::c_void,
     path::PathBuf,
     ptr,
@@ -400,7 +400,8 @@ impl Mover {
         };
         let begun = begin();
         self.dirty = self.dirty.max(filled.bytes);
-        let copied = begun.and(await_copies());
+        let awaited = await_copies().into_iter().map(|(_, copied)| copied);
+        let copied = begun.and(awaited.collect());
         if let Err(why) = copied.and_then(|()| self.check_wanted()) {
             space::with(|space| {
                 for (at, lost) in &lost {
@@ -436,34 +437,29 @@ impl Mover {
             }
             Away::Out => {}
         }
-        let (mut all, mut failed) = (Vec::new(), None);
-        for gone in space::with(|space| choice::gone(space)) {
+        let mut failures = Failures::default();
+        let gone = space::with(|space| choice::gone(space));
+        let all = begin_back(gone, &mut failures, is_broken, |gone| {
             let begun = stream(gone.context).and_then(|stream| {
-                within(gone.context, || bring(&gone, stream))
+                within(gone.context, || bring(gone, stream))
                     .ok_or("its context cannot be entered")
                     .map_err(str::to_owned)
             });
-            match begun {
-                Ok((made, copied)) => {
-                    all.push((gone, made));
-                    failed = copied.err();
-                }
-                Err(why) => failed = Some(why),
-            }
-            if failed.is_some() {
-                break;
-            }
-        }
+            begun.map_or_else(
+                |why| (None, Err(why)),
+                |(made, copied)| (Some(made), copied),
+            )
+        });
         // A copy that fails now has lost nothing: the contents are still on the host.
-        if let Err(why) = await_copies() {
-            failed = Some(why);
+        for (context, copied) in await_copies() {
+            failures.add(context, copied, is_broken);
         }
-        if failed.is_some() && is_broken() {
-            // Its contexts have failed for good: the program shall get that error, and nothing can help it.
+        let failed = failures.why;
+        if failed.is_none() && !failures.lost.is_empty() {
+            // The program shall get that error, and nothing can help it.
             say(format_args!(
                 "the context has failed while its memory was away"
             ));
-            failed = None;
         }
         // All or nothing: a process that waits for room with half of its memory there keeps others from theirs.
         for (gone, made) in all {
@@ -604,28 +600,77 @@ fn stream(context: u64) -> Result<CUstream, String> {
         .ok_or_else(|| "a context is new".into())
 }
 
-/// Waits until no copy is under way any more.
-fn await_copies() -> Result<(), String> {
-    let mut result = Ok(());
-    for (context, stream) in streams() {
+/// Waits until no copy is under way any more; what each context says of its own.
+fn await_copies() -> Vec<(u64, Result<(), String>)> {
+    let streams = streams().into_iter();
+    let all = streams.map(|(context, stream)| {
         // Once more, because nothing may be taken from under a copy; a context that is gone has none.
         let wait =
             || call!(stream_synchronize, stream).or_else(|_| call!(stream_synchronize, stream));
-        result = result.and(within(context, wait).unwrap_or(Ok(())));
-    }
-    result
+        (context, within(context, wait).unwrap_or(Ok(())))
+    });
+    all.collect()
 }
 
 /// Whether a context can do nothing any more but tell its error, which may also be that its device is lost.
-fn is_broken() -> bool {
+fn is_broken(context: u64) -> bool {
     // `CUDA_ERROR_DEVICE_UNAVAILABLE`, `ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`, `CONTAINED`, `UNKNOWN`
     let is_lost = |it| matches!(it, 46 | 214 | 220 | 721 | 999);
-    streams().into_iter().any(|(context, stream)| {
-        // SAFETY: a stream of ours, in its context.
-        let query = || Some(unsafe { stream_query()?(stream) });
-        let answer = within(context, query).flatten();
-        answer.is_some_and(|it| work::is_fatal(it) || is_lost(it))
-    })
+    let Ok(stream) = stream(context) else {
+        return false;
+    };
+    // SAFETY: a stream of ours, in its context.
+    let query = || Some(unsafe { stream_query()?(stream) });
+    let answer = within(context, query).flatten();
+    answer.is_some_and(|it| work::is_fatal(it) || is_lost(it))
+}
+
+/// What has failed on the way back.
+#[derive(Default)]
+struct Failures {
+    /// Contexts that have failed for good: nothing of theirs is waited for.
+    lost: BTreeSet<u64>,
+    /// Any other failure, after which all stays on the host.
+    why: Option<String>,
+}
+
+impl Failures {
+    fn add(
+        &mut self,
+        context: u64,
+        result: Result<(), String>,
+        is_broken: impl FnOnce(u64) -> bool,
+    ) {
+        let Err(why) = result else {
+            return;
+        };
+        match is_broken(context) {
+            true => drop(self.lost.insert(context)),
+            false => self.why = Some(why),
+        }
+    }
+}
+
+/// Begins to bring all back but what is of contexts that have failed for good; what was made for it. Ends at any other failure.
+fn begin_back<M>(
+    all: Vec<Gone>,
+    failures: &mut Failures,
+    is_broken: impl Fn(u64) -> bool,
+    mut bring: impl FnMut(&Gone) -> (Option<M>, Result<(), String>),
+) -> Vec<(Gone, M)> {
+    let mut begun = Vec::new();
+    for gone in all {
+        if failures.lost.contains(&gone.context) {
+            continue;
+        }
+        let (made, copied) = bring(&gone);
+        failures.add(gone.context, copied, &is_broken);
+        begun.extend(made.map(|made| (gone, made)));
+        if failures.why.is_some() {
+            break;
+        }
+    }
+    begun
 }
 
 /// Copies in both directions.
@@ -850,6 +895,46 @@ mod tests {
             [143, 142, 74, 73].map(made),
             [Some(step), Some(need), Some(need), None]
         );
+    }
+
+    /// What is brought of contexts 1, 2 and 1 again, where one's copies fail, and what failed.
+    fn brought(failing: u64, is_broken: bool) -> (Vec<u64>, Failures) {
+        let gone = [1, 2, 1].map(|context| Gone {
+            key: Key::Physical(context),
+            at: 0,
+            bytes: 0,
+            piece: 0,
+            device: 0,
+            context,
+            host: Vec::new(),
+        });
+        let mut failures = Failures::default();
+        let bring = |gone: &Gone| match gone.context == failing {
+            true => (None::<()>, Err("no".into())),
+            false => (Some(()), Ok(())),
+        };
+        let begun = begin_back(gone.into(), &mut failures, |_| is_broken, bring);
+        let contexts = begun.iter().map(|(gone, ())| gone.context);
+        (contexts.collect(), failures)
+    }
+
+    #[test]
+    fn broken_context_keeps_no_other_ones_memory_away() {
+        let (contexts, failures) = brought(1, true);
+        assert_eq!((contexts, failures.why), (vec![2], None));
+        assert_eq!(failures.lost, [1].into());
+        let (contexts, failures) = brought(2, true);
+        assert_eq!((contexts, failures.why), (vec![1, 1], None));
+    }
+
+    #[test]
+    fn other_failure_than_a_broken_context_keeps_all_away() {
+        let (contexts, mut failures) = brought(2, false);
+        assert_eq!(contexts, [1]);
+        assert!(failures.lost.is_empty());
+        // Also beside a context that is broken.
+        failures.add(1, Err("gone".into()), |_| true);
+        assert_eq!(failures.why.as_deref(), Some("no"));
     }
 
     #[test]
