@@ -118,6 +118,14 @@ fn main() {
             "context" => {
                 call!(way, "cuCtxCreate_v2"(&raw mut made, 0, 0): (*mut Handle, u32, c_int))
             }
+            "green" => {
+                let none = ptr::null_mut();
+                call!(way, "cuGreenCtxCreate"(&raw mut made, none, 0, 0): (*mut Handle, Handle, c_int, u32))
+            }
+            "from-green" => {
+                call!(way, "cuCtxFromGreenCtx"(&raw mut made, thing(2)): (*mut Handle, Handle))
+            }
+            "destroy-green" => call!(way, "cuGreenCtxDestroy"(thing(1)): (Handle)),
             "current" => call!(way, "cuCtxSetCurrent"(thing(1)): (Handle)),
             "stream" => call!(way, "cuStreamCreate"(&raw mut made, 0): (*mut Handle, u32)),
             "event" => call!(way, "cuEventCreate"(&raw mut made, 0): (*mut Handle, u32)),

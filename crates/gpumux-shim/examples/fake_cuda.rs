@@ -97,6 +97,32 @@ unsafe extern "C" fn cuCtxCreate_v2(out: *mut *mut c_void, _flags: c_uint, _dev:
     0
 }
 
+/// A green context is a place with its context, which has no group of its own.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuGreenCtxCreate(
+    out: *mut *mut c_void,
+    _resources: *mut c_void,
+    _dev: c_int,
+    _flags: c_uint,
+) -> c_int {
+    let context: *mut c_void = Stream::new(ptr::null_mut()).cast();
+    // SAFETY: the caller's.
+    unsafe { *out = Box::into_raw(Box::new(context)).cast() };
+    0
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxFromGreenCtx(out: *mut *mut c_void, green: *mut c_void) -> c_int {
+    // SAFETY: the caller's; green contexts are never freed here.
+    unsafe { *out = *green.cast() };
+    0
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGreenCtxDestroy(_green: *mut c_void) -> c_int {
+    0
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> c_int {
     CURRENT.set(context);

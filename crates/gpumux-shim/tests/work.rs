@@ -210,6 +210,18 @@ fn contexts_are_told_apart() {
 }
 
 #[test]
+fn destroyed_green_context_leaves_no_work_of_its_own() {
+    let mut run = run("dlsym", |_| ());
+    for command in ["green g", "from-green d g", "current d", "launch 0"] {
+        run.tell(command);
+    }
+    assert_eq!(run.work(0), Work::Busy(1));
+    run.tell("destroy-green g");
+    assert_eq!(run.work(0), Work::Idle(1), "its default stream is gone");
+    run.end();
+}
+
+#[test]
 fn more_streams_than_places() {
     let mut run = run("dlsym", |_| ());
     for number in 0..600 {

@@ -398,13 +398,14 @@ pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresul
 
 /// `cuGreenCtxDestroy`: its device's primary context has what was allocated in it, while that one is there.
 pub(crate) fn destroy_green(green: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
-    let counted = !off() && space::is_used();
     let mut context = std::ptr::null_mut();
-    // SAFETY: the program's handle, and a place to write.
-    let asked = || unsafe { ctx_from_green()?(&raw mut context, green) == SUCCESS }.then_some(());
-    let known = counted.then(asked).flatten().and_then(|()| {
-        let device = within(context as u64, current_device).flatten()?;
-        Some((context as u64, device, work::primary_context(device)?))
+    // SAFETY: the program's handle, and a place to write, which stays null at an error.
+    let _ = ctx_from_green().map(|ask| unsafe { ask(&raw mut context, green) });
+    let counted = !off() && !gate::is_nested() && space::is_used();
+    let asked = (counted && !context.is_null()).then_some(context as u64);
+    let known = asked.and_then(|context| {
+        let device = within(context, current_device).flatten()?;
+        Some((context, device, work::primary_context(device)?))
     });
     let gone = |result: &CUresult| {
         let (context, device, primary) = known.filter(|_| *result == SUCCESS)?;
@@ -414,7 +415,12 @@ pub(crate) fn destroy_green(green: CUcontext, real: impl FnOnce() -> CUresult) -
         with(|space| space.hand_over(context, primary));
         None
     };
-    end_context(|| work::destroy_context(green, real), gone)
+    let end = || {
+        asked.into_iter().for_each(swap::end_context);
+        // Its default streams are known by the context, the others by both.
+        work::destroy_context(green, || work::destroy_context(context, real))
+    };
+    end_context(end, gone)
 }
 
 /// `cuDevicePrimaryCtxRelease` and `Reset`

@@ -61,6 +61,7 @@ const SPARE: u64 = 10;
 
 functions! {
     stream_create c"cuStreamCreate" (*mut CUstream, u32);
+    stream_destroy c"cuStreamDestroy_v2" (CUstream);
     stream_query c"cuStreamQuery" (CUstream);
     stream_synchronize c"cuStreamSynchronize" (CUstream);
     to_host c"cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, CUstream);
@@ -698,6 +699,15 @@ pub(crate) fn forget_context(context: u64) {
     let _ = READY.compare_exchange(context, 0, Ordering::AcqRel, Ordering::Acquire);
 }
 
+/// A context is about to be destroyed by a call that leaves its streams.
+pub(crate) fn end_context(context: u64) {
+    let own = lock(&TOOLS).get(&context).map(|it| it.stream);
+    if let Some(stream) = own.filter(|it| *it != 0) {
+        let _ = within(context, || call!(stream_destroy, stream as CUstream));
+    }
+    forget_context(context);
+}
+
 /// Does what may end a context, while the thread that moves memory is in none. To be called inside the gate: behind a closed one that
 /// thread enters contexts at any time.
 pub(crate) fn without_preparing<R>(work: impl FnOnce() -> R) -> R {
@@ -935,6 +945,21 @@ mod tests {
         // Also beside a context that is broken.
         failures.add(1, Err("gone".into()), |_| true);
         assert_eq!(failures.why.as_deref(), Some("no"));
+    }
+
+    #[test]
+    fn ended_context_leaves_no_tools_to_another_of_its_handle() {
+        const CONTEXT: u64 = 0xe4d;
+        let tools = Tools {
+            memory: 1,
+            stream: 2,
+            tried: true,
+        };
+        lock(&TOOLS).insert(CONTEXT, tools);
+        READY.store(CONTEXT, Ordering::Release);
+        end_context(CONTEXT);
+        assert!(stream(CONTEXT).is_err());
+        assert_ne!(READY.load(Ordering::Acquire), CONTEXT);
     }
 
     #[test]
