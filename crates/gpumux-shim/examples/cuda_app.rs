@@ -126,6 +126,8 @@ fn main() {
                 call!(way, "cuCtxFromGreenCtx"(&raw mut made, thing(2)): (*mut Handle, Handle))
             }
             "destroy-green" => call!(way, "cuGreenCtxDestroy"(thing(1)): (Handle)),
+            "attach" => call!(way, "cuCtxAttach"(&raw mut made, 0): (*mut Handle, u32)),
+            "detach" => call!(way, "cuCtxDetach"(thing(1)): (Handle)),
             "current" => call!(way, "cuCtxSetCurrent"(thing(1)): (Handle)),
             "stream" => call!(way, "cuStreamCreate"(&raw mut made, 0): (*mut Handle, u32)),
             "event" => call!(way, "cuEventCreate"(&raw mut made, 0): (*mut Handle, u32)),

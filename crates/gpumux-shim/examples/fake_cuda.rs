@@ -20,6 +20,7 @@ mod common;
 
 const NOT_READY: c_int = 600;
 const INVALID_HANDLE: c_int = 400;
+const INVALID_CONTEXT: c_int = 201;
 
 struct Stream {
     context: *mut c_void,
@@ -120,6 +121,33 @@ unsafe extern "C" fn cuCtxFromGreenCtx(out: *mut *mut c_void, green: *mut c_void
 
 #[unsafe(no_mangle)]
 extern "C" fn cuGreenCtxDestroy(_green: *mut c_void) -> c_int {
+    0
+}
+
+/// A context that was made by `cuCtxCreate` is attached to once, and that is not counted here.
+static ATTACHED: AtomicU32 = AtomicU32::new(0);
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxAttach(out: *mut *mut c_void, _flags: c_uint) -> c_int {
+    ATTACHED.fetch_add(1, Ordering::SeqCst);
+    // SAFETY: the caller's.
+    unsafe { *out = CURRENT.get() };
+    0
+}
+
+/// As with the driver, what is gone is not current any more.
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxDetach(context: *mut c_void) -> c_int {
+    if context != CURRENT.get() {
+        return INVALID_CONTEXT;
+    }
+    let others = |it: u32| it.checked_sub(1);
+    if ATTACHED
+        .fetch_update(Ordering::SeqCst, Ordering::SeqCst, others)
+        .is_err()
+    {
+        CURRENT.set(ptr::null_mut());
+    }
     0
 }
 

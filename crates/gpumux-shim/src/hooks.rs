@@ -468,6 +468,7 @@ hooks! {
     cuStreamDestroy_v2(stream: CUstream) (real) => gate::through(|| work::destroy_stream(stream, real));
     cuCtxDestroy(context: CUcontext) (real) => allocate::destroy_context(context, real);
     cuCtxDestroy_v2(context: CUcontext) (real) => allocate::destroy_context(context, real);
+    cuCtxDetach(context: CUcontext) (real) => allocate::detach_context(context, real);
     cuGreenCtxDestroy(context: CUcontext) (real) => allocate::destroy_green(context, real);
     cuDevicePrimaryCtxRelease(device: CUdevice) (real) => allocate::release_primary(device, real);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice) (real) => allocate::release_primary(device, real);

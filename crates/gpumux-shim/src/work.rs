@@ -34,8 +34,8 @@ use gpumux_wire::page::{Direction, Page};
 
 pub(crate) use self::{
     contexts::{
-        context_of, create_context, destroy_context, group_gone, group_made, primary_context,
-        release_primary, take_remade,
+        context_of, create_context, destroy_context, detach_context, group_gone, group_made,
+        is_there, primary_context, release_primary, take_remade,
     },
     events::{destroy_event, observe_event, record, record_all},
     poller::{guard_exit, start_poller},

@@ -222,6 +222,19 @@ fn destroyed_green_context_leaves_no_work_of_its_own() {
 }
 
 #[test]
+fn detached_context_is_forgotten_when_it_is_gone() {
+    let mut run = run("dlsym", |_| ());
+    for command in ["context d", "stream s", "launch s", "attach e", "detach d"] {
+        run.tell(command);
+    }
+    assert_eq!(run.work(1), Work::Busy(1), "another attachment is left");
+    assert_eq!(run.app.tell("detach c"), "201");
+    run.tell("detach d");
+    assert_eq!(run.work(1), Work::Idle(1));
+    run.end();
+}
+
+#[test]
 fn more_streams_than_places() {
     let mut run = run("dlsym", |_| ());
     for number in 0..600 {

@@ -396,6 +396,15 @@ pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresul
     end_context(|| work::destroy_context(context, real), gone)
 }
 
+/// `cuCtxDetach`: the context goes with the last that was attached to it.
+pub(crate) fn detach_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    let gone = |result: &CUresult| {
+        let context = context as u64;
+        (*result == SUCCESS && !work::is_there(context)).then_some(context)
+    };
+    end_context(|| work::detach_context(context, real), gone)
+}
+
 /// `cuGreenCtxDestroy`: its device's primary context has what was allocated in it, while that one is there.
 pub(crate) fn destroy_green(green: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
     let mut context = std::ptr::null_mut();

@@ -11,7 +11,7 @@ use gpumux_wire::page::SLOTS;
 use super::streams::{CLAIMED, GROUPS, MADE, Slow, UNKNOWN, begin_counting, lose, slow};
 use crate::{
     ground::{
-        context::page,
+        context::{current_context, page},
         driver::{CUcontext, CUresult, SUCCESS, functions},
     },
     work::hold,
@@ -20,6 +20,7 @@ use crate::{
 functions! {
     primary_retain c"cuDevicePrimaryCtxRetain" (*mut CUcontext, c_int);
     primary_release c"cuDevicePrimaryCtxRelease_v2" (c_int);
+    stream_priorities c"cuCtxGetStreamPriorityRange" (*mut c_int, *mut c_int);
     primary_state c"cuDevicePrimaryCtxGetState" (c_int, *mut u32, *mut c_int);
 }
 
@@ -125,13 +126,41 @@ pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) ->
     let Some(context) = page().and_then(|_| primary_context(device)) else {
         return real();
     };
+    end(context, real, |_| !is_active(device))
+}
+
+/// Whether this thread's context, which was this one, is still there. One that is gone may be current further on, and must not be entered.
+pub(crate) fn is_there(context: u64) -> bool {
+    /// `CUDA_ERROR_CONTEXT_IS_DESTROYED`
+    const DESTROYED: CUresult = 709;
+    // SAFETY: both places may be null.
+    let ask = || stream_priorities().map(|ask| unsafe { ask(ptr::null_mut(), ptr::null_mut()) });
+    current_context() == Some(context) && ask() != Some(DESTROYED)
+}
+
+/// A context goes, with all its streams, if no other attachment to it is left.
+pub(crate) fn detach_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    if page().is_none() || context.is_null() {
+        return real();
+    }
+    let context = context as u64;
+    let is_gone = |result| result == SUCCESS && !is_there(context);
+    end(context, real, is_gone)
+}
+
+/// A call that may end a context. It is forgotten if it is gone then.
+fn end(
+    context: u64,
+    real: impl FnOnce() -> CUresult,
+    is_gone: impl FnOnce(CUresult) -> bool,
+) -> CUresult {
     let mut real = Some(real);
     let result = slow(|slow| {
         // Under both locks, so that the poller is not in a context that goes.
         let mut result = None;
         let gone = hold::end(context, || {
             result = real.take().map(|real| real());
-            !is_active(device)
+            result.is_some_and(is_gone)
         });
         if gone {
             slow.forget_context(context);
