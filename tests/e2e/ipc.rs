@@ -192,6 +192,35 @@ fn shared_memory_stays_while_open_and_is_counted_once() {
     assert!(ended.err.contains("same tenant"), "{}", ended.err);
 }
 
+/// Prints whether memory is fit for handles of processes, and the kinds of handles that it was made for, by both calls.
+const ATTRIBUTES: &str = r#"
+def attributes(at, *which):
+    values = [ctypes.c_uint64() for _ in which]
+    for value, one in zip(values, which):
+        call("cuPointerGetAttribute", ctypes.byref(value), one, ctypes.c_uint64(at))
+    singly = [it.value for it in values]
+    count = len(which)
+    together = [ctypes.c_uint64() for _ in which]
+    places = (ctypes.c_void_p * count)(*map(ctypes.addressof, together))
+    call("cuPointerGetAttributes", count, (ctypes.c_int * count)(*which), places, ctypes.c_uint64(at))
+    assert singly == [it.value for it in together], singly
+    return singly
+at = alloc(4 * MIB)
+export(at)
+say(*attributes(at + MIB, 10, 14))
+"#;
+
+/// Libraries ask that before they make a handle, and send by another way otherwise.
+#[test]
+fn memory_of_ours_is_fit_for_handles_as_without_gpumux() {
+    let node = Node::start();
+    let Some(mut process) = start(&node, "asks", ATTRIBUTES) else {
+        return;
+    };
+    assert_eq!(process.next_line(), "1 0");
+    process.finish_within(PATIENCE).ok();
+}
+
 #[test]
 fn token_of_another_tenant_opens_nothing() {
     const EXPORTER: &str = r#"

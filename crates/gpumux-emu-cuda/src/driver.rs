@@ -593,16 +593,25 @@ fn pointer_attribute(data: AnyOut, attribute: c_int, address: u64) -> Result {
         // Range; mapped.
         11 => data.typed::<u64>().put(range.0),
         12 => data.typed::<usize>().put(range.1 as usize),
-        13 => data.typed::<u8>().put(1),
+        13 => data.typed::<c_uint>().put(1),
         // Synchronous copies; a name; kinds of handles; access; the mapping.
         6 => data.typed::<c_uint>().put(0),
         7 | 20 => data.typed::<u64>().put(range.0),
-        14 | 17 => data.typed::<u64>().put(0),
+        14 => data.typed::<u64>().put(match space.is_exportable(address) {
+            true => MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR as u64,
+            false => 0,
+        }),
+        17 => data.typed::<u64>().put(0),
         16 => data.typed::<c_uint>().put(3),
         18 => data.typed::<u64>().put(range.1),
         19 => data.typed::<u64>().put(range.0),
-        // By inter-process handles, network adapters, decompressors: not reachable.
-        10 | 15 | 21 => data.typed::<u8>().put(0),
+        // By inter-process handles, as an H100 says; by network adapters, decompressors: not reachable.
+        10 => {
+            let plain = space.allocation(address);
+            let plain = plain.filter(|it| !it.managed && it.pool == 0);
+            data.typed::<c_uint>().put(plain.is_some().into())
+        }
+        15 | 21 => data.typed::<c_uint>().put(0),
         // Of later drivers.
         _ => Err(CuError::INVALID_VALUE),
     }
@@ -613,7 +622,7 @@ fn no_attribute(data: AnyOut, attribute: c_int) -> Result {
     match attribute {
         2 | 8 => data.typed::<c_uint>().put(0),
         9 => data.typed::<c_int>().put(-2),
-        13 => data.typed::<u8>().put(0),
+        13 => data.typed::<c_uint>().put(0),
         1 | 3 | 4 | 11 | 12 => data.typed::<u64>().put(0),
         _ => Ok(()),
     }

@@ -244,6 +244,12 @@ impl Space {
             .map(|(_, mapping)| mapping.physical.device)
     }
 
+    /// Whether an address is mapped to memory that can be passed on.
+    pub(crate) fn is_exportable(&self, address: u64) -> bool {
+        let mapping = find(&self.mapped, address, |mapping| mapping.bytes);
+        mapping.is_some_and(|(_, mapping)| mapping.physical.exportable)
+    }
+
     pub(crate) fn allocation(&self, address: u64) -> Option<Allocation> {
         find(&self.allocations, address, |allocation| allocation.bytes).map(|(_, it)| *it)
     }

@@ -16,7 +16,7 @@ use gpumux_wire::{
 use crate::{ground::lease, memory::space::Space};
 
 pub(crate) use self::{
-    exported::{get, serve, unshared},
+    exported::{get, is_exportable, serve, unshared},
     opened::{arrived, close, close_deferred, forget_context, late, open, orphaned},
 };
 

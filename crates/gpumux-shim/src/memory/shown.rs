@@ -16,7 +16,7 @@ use crate::{
         ranks::part,
     },
     memory::{
-        physical,
+        ipc, physical,
         ranges::Allocation,
         space::{current_device, describe, off, ours, with},
     },
@@ -175,6 +175,19 @@ const DEVICE_POINTER: c_int = 3;
 const RANGE_START: c_int = 11;
 const RANGE_BYTES: c_int = 12;
 
+/// The others of these: whether an address is fit for `cuIpcGetMemHandle`, and a mask of the kinds of handles that its memory has.
+const IPC_CAPABLE: c_int = 10;
+const HANDLE_TYPES: c_int = 14;
+
+/// What the first byte of the driver's answer must be, which is small, whatever its width.
+fn low_byte(attribute: c_int, is_exportable: impl FnOnce() -> bool) -> Option<u8> {
+    match attribute {
+        IPC_CAPABLE => is_exportable().then_some(1),
+        HANDLE_TYPES => Some(0),
+        _ => None,
+    }
+}
+
 /// What an attribute of an allocation of ours is.
 fn attribute(
     attribute: c_int,
@@ -210,7 +223,14 @@ pub(crate) unsafe fn pointer_attribute(
         unsafe { data.cast::<u64>().write_unaligned(value) };
         return SUCCESS;
     }
-    gate::through(real)
+    let result = gate::through(real);
+    if result == SUCCESS
+        && let Some(value) = low_byte(which, || ipc::is_exportable(found))
+    {
+        // SAFETY: the driver has just written there.
+        unsafe { data.cast::<u8>().write(value) };
+    }
+    result
 }
 
 /// `cuPointerGetAttributes`
@@ -232,11 +252,16 @@ pub(crate) unsafe fn pointer_attributes(
         for n in 0..count as usize {
             // SAFETY: the driver has just read as many of both.
             let (which, place) = unsafe { (*attributes.add(n), *data.add(n)) };
-            if let Some(value) = attribute(which, address, found)
-                && !place.is_null()
-            {
-                // SAFETY: as above; all of them are 64 bits long.
-                unsafe { place.cast::<u64>().write_unaligned(value) };
+            if place.is_null() {
+                continue;
+            }
+            // SAFETY: as above; all of them are 64 bits long, and the driver has just written the others.
+            unsafe {
+                if let Some(value) = attribute(which, address, found) {
+                    place.cast::<u64>().write_unaligned(value);
+                } else if let Some(value) = low_byte(which, || ipc::is_exportable(found)) {
+                    place.cast::<u8>().write(value);
+                }
             }
         }
     }

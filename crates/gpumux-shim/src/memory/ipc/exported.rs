@@ -1,6 +1,9 @@
 //! What this process exports.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::{
+    ffi::c_int,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use gpumux_wire::{
     Shim,
@@ -32,6 +35,21 @@ fn fresh() -> Option<u128> {
     (filled == bytes.len() as isize).then_some(u128::from_ne_bytes(bytes))
 }
 
+/// Whether memory of this device can be passed to other processes.
+fn passes(device: c_int) -> bool {
+    vmm::is_shareable(device) && lease::knows(SHARING)
+}
+
+/// Whether an allocation of this start gets a handle; one of another process gets none.
+pub(crate) fn is_exportable((start, allocation): (u64, Allocation)) -> bool {
+    let block = |space: &mut Space| {
+        let block = space.blocks.get(&allocation.block)?;
+        block.elastic.is_none().then_some(block.device)
+    };
+    let is_own = ranges::read(|it| it.allocations.contains_key(&start));
+    is_own && with(block).is_some_and(passes)
+}
+
 /// `cuIpcGetMemHandle`
 ///
 /// # Safety
@@ -56,7 +74,7 @@ pub(crate) unsafe fn get(
         found => found.map(|(device, _)| device),
     };
     // A daemon that is just away will learn of it.
-    let token = match device.is_some_and(vmm::is_shareable) && lease::knows(SHARING) {
+    let token = match device.is_some_and(passes) {
         true => fresh().and_then(|token| with(|space| space.export(start, allocation, token))),
         false => None,
     };
