@@ -5,6 +5,21 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+/// A user that has fewer places has few.
+const FEW: usize = 16;
+/// Parts of all places, as reciprocals: those that only root may take, and those that only root and users with few may take.
+const KEPT_FOR_ROOT: usize = 16;
+const KEPT_FOR_FEW: usize = 8;
+
+/// How many of all places stay free of this user, which has so many, so that others find some.
+pub(crate) fn kept(all: usize, uid: u32, own: usize) -> usize {
+    match own {
+        _ if uid == 0 => 0,
+        own if own < FEW => all / KEPT_FOR_ROOT,
+        _ => all / KEPT_FOR_FEW,
+    }
+}
+
 /// How many places each user has.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Quota(Arc<Mutex<BTreeMap<u32, usize>>>);
@@ -67,6 +82,15 @@ impl Drop for Place {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn users_with_many_leave_places_to_root_and_others() {
+        let free = |uid, own| 4096 - kept(4096, uid, own);
+        assert_eq!(
+            [free(0, 4000), free(7, 15), free(7, 16)],
+            [4096, 3840, 3584]
+        );
+    }
 
     #[test]
     fn places_are_counted_by_user_until_they_are_dropped() {

@@ -2,13 +2,8 @@
 
 use std::io;
 
-use crate::quota::{Place, Quota};
+use crate::quota::{Place, Quota, kept};
 
-/// A user that has fewer has few: for those, one place in [`KEPT_FOR_FEW`] is kept.
-const FEW: usize = 16;
-/// Parts of all places, as reciprocals: those that only root may take, and those that only root and users with few connections may take.
-const KEPT_FOR_ROOT: usize = 16;
-const KEPT_FOR_FEW: usize = 8;
 /// The part of all places that one user may have, as a reciprocal.
 const OF_ONE: usize = 2;
 
@@ -53,11 +48,7 @@ impl Places {
     pub(super) fn take(&self, uid: u32) -> Result<Place, Refusal> {
         self.users.take(uid, |taken| {
             let own = taken.own;
-            let kept = match own {
-                _ if uid == 0 => 0,
-                own if own < FEW => self.limit / KEPT_FOR_ROOT,
-                _ => self.limit / KEPT_FOR_FEW,
-            };
+            let kept = kept(self.limit, uid, own);
             if uid != 0 && own >= self.limit / OF_ONE {
                 return Err(Refusal::OfUser { uid, own });
             }

@@ -20,7 +20,7 @@ use super::{
     crashes::Crashes,
     device::Device,
     domain::{Domain, Member, NewGroup},
-    expiry::{Due, Expiry},
+    expiry::{self, Due, Expiry},
     held::Left,
     memory::{self, MemoryMoves},
     model::{Clock, Owner, Reaper, Relocation},
@@ -179,13 +179,16 @@ impl Engine {
         let Err(error) = again(self, &spec) else {
             return (spec, None);
         };
-        let without = TenantSpec {
-            class: spec.class,
-            ..TenantSpec::default()
-        };
+        let without = expiry::without_guarantees(&spec);
         // Without guarantees nothing stands in its way.
         let refused: Result<(), Refusal> = again(self, &without);
-        (without, Some(refused.err().unwrap_or(error)))
+        let error = refused.err().unwrap_or(error);
+        // Others may have them because they had lapsed: they hold again with its work, once they fit.
+        if owner.policy.guarantee_expires_s.is_some() {
+            self.expiry.lapse(tenant, spec.clone());
+            return (spec, Some(error));
+        }
+        (without, Some(error))
     }
 
     /// Gives a tenant this spec.
@@ -194,7 +197,15 @@ impl Engine {
     /// When the spec makes no sense, its user may not have it, or its guarantees do not fit; then nothing changes.
     pub(super) fn set_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), Refusal> {
         self.expire_guarantees();
-        self.put_spec(tenant, spec)
+        let refused = match self.put_spec(tenant, spec.clone()) {
+            Err(refused) if self.expiry.covers(tenant, &spec) => refused,
+            done => return done,
+        };
+        // What has lapsed, and does not fit now, need not for a change of something else.
+        let without = expiry::without_guarantees(&spec);
+        self.put_spec(tenant, without).map_err(|_| refused)?;
+        self.expiry.lapse(tenant, spec);
+        Ok(())
     }
 
     fn put_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), Refusal> {
@@ -289,8 +300,10 @@ impl Engine {
     /// A tenant's settings hold no longer.
     fn lower(&mut self, tenant: TenantId) {
         let spec = self.state.tenants.get(&tenant).cloned().unwrap_or_default();
-        // A spec that does not rise is never refused.
-        let _ = self.put_spec(tenant, spec);
+        let spec = self.tampers.permitted(tenant, spec);
+        self.expiry.holds(tenant);
+        // Whatever its user may have: it is no wish.
+        self.take_spec(tenant, spec);
     }
 
     /// The tenant's processes share the group of this name, as far as they use its MPS server.

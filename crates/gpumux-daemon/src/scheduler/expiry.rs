@@ -26,6 +26,15 @@ pub(super) enum Due {
     Return(TenantSpec),
 }
 
+/// All of a spec but its guarantees.
+pub(super) fn without_guarantees(spec: &TenantSpec) -> TenantSpec {
+    TenantSpec {
+        guaranteed: 0.0,
+        memory_guaranteed: 0,
+        ..spec.clone()
+    }
+}
+
 impl Expiry {
     pub(super) fn forget(&mut self, tenant: TenantId) {
         self.idle.remove(&tenant);
@@ -35,6 +44,18 @@ impl Expiry {
     /// A tenant's guarantees hold.
     pub(super) fn holds(&mut self, tenant: TenantId) {
         self.lapsed.remove(&tenant);
+    }
+
+    /// A tenant's guarantees do not hold until it has work and they fit: this is its full spec.
+    pub(super) fn lapse(&mut self, tenant: TenantId, full: TenantSpec) {
+        self.lapsed.insert(tenant, full);
+    }
+
+    /// Whether a tenant's guarantees have lapsed, and were no lower than these.
+    pub(super) fn covers(&self, tenant: TenantId, spec: &TenantSpec) -> bool {
+        self.lapsed.get(&tenant).is_some_and(|full| {
+            spec.guaranteed <= full.guaranteed && spec.memory_guaranteed <= full.memory_guaranteed
+        })
     }
 
     /// The tenants whose guarantees have lapsed.
@@ -84,13 +105,8 @@ impl Expiry {
             let Some(full) = state.tenants.get(&id).cloned() else {
                 continue;
             };
-            let without = TenantSpec {
-                guaranteed: 0.0,
-                memory_guaranteed: 0,
-                ..full.clone()
-            };
+            due.push((id, Due::Lapse(without_guarantees(&full))));
             self.lapsed.insert(id, full);
-            due.push((id, Due::Lapse(without)));
         }
         due
     }

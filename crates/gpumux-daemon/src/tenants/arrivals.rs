@@ -289,11 +289,8 @@ impl Tenants {
             (Some(tenant), _) => tenant.id,
             (None, Some(token)) => {
                 let may = |ended: &Tenant| ended.may_join(token, peer);
-                let ended = table
-                    .ended
-                    .iter()
-                    .position(may)
-                    .and_then(|n| table.ended.remove(n));
+                let ended = table.ended.iter().position(may);
+                let found = ended.and_then(|n| table.ended.iter().nth(n)).cloned();
                 let Tenant {
                     name,
                     spec,
@@ -305,7 +302,7 @@ impl Tenants {
                     devices,
                     life,
                     ..
-                } = ended.ok_or_else(|| table.refusal(token, peer, &policy.user))?;
+                } = found.ok_or_else(|| table.refusal(token, peer, &policy.user))?;
                 let owner = Owner {
                     name: table.free_name(uid, &name),
                     uid,
@@ -318,7 +315,9 @@ impl Tenants {
                     life: life.again(),
                     ..Tenant::new(table.next_id(), &owner, spec, token, devices)
                 };
+                // Refused, it may come again: another may have let go by then.
                 let id = self.make(&mut table, owner, tenant).await?;
+                ended.and_then(|n| table.ended.remove(n));
                 self.sit_again(&mut table, id).await?;
                 id
             }

@@ -98,7 +98,9 @@ pub(crate) enum TenantError {
         "{0} has {1} tenants, and may have {2}: let some end, or ask the administrator (`max_tenants` in gpumux.toml)"
     )]
     TooMany(String, usize, usize),
-    #[error("{0} tenants live already, the most that there may be: let some end first")]
+    #[error(
+        "{0} tenants live already, and the rest is for root and users with few: let some end first"
+    )]
     Full(usize),
     #[error("the daemon cannot see your process: ask from the same pid namespace")]
     Invisible,

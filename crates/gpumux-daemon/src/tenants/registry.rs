@@ -223,7 +223,7 @@ impl Tenants {
             let ended = tenant.clone();
             self.remove(table, id).await;
             if ended.made_for.is_none() {
-                table.ended.push(ended);
+                table.remember(ended);
             }
         }
         table.save_or_warn(&self.files);

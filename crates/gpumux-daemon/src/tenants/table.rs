@@ -16,6 +16,7 @@ use crate::{
     api::types::{Ended, NewTenant, SpecChange},
     groups::Key,
     peer::Peer,
+    quota::kept,
     secret::is_secret,
 };
 
@@ -160,15 +161,54 @@ impl Table {
             let user = policy.user.clone();
             return Err(TenantError::TooMany(user, own, policy.max_tenants));
         }
-        match self.tenants.len() {
-            all if all >= MAX_TENANTS => Err(TenantError::Full(all)),
-            _ => Ok(()),
+        let all = self.tenants.len();
+        match all >= MAX_TENANTS - kept(MAX_TENANTS, uid, own) {
+            true => Err(TenantError::Full(all)),
+            false => Ok(()),
         }
+    }
+
+    /// Remembers a tenant that has ended, in place of the oldest of the user with most: no user's are pushed out by another's.
+    pub(super) fn remember(&mut self, ended: Tenant) {
+        if self.ended.len() >= MAX_ENDED {
+            let count = |uid| self.ended.iter().filter(|it| it.uid == uid).count();
+            let most = self.ended.iter().map(|it| it.uid);
+            let most = most.max_by_key(|uid| count(*uid));
+            let oldest = self.ended.iter().position(|it| Some(it.uid) == most);
+            oldest.and_then(|at| self.ended.remove(at));
+        }
+        self.ended.push(ended);
     }
 
     pub(super) fn save_or_warn(&self, files: &Files) {
         if let Err(error) = self.save(files) {
             tracing::warn!(%error, "a restarted daemon will not know all tenants");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scheduler::Owner;
+
+    #[test]
+    fn tenants_of_one_user_push_no_others_out() {
+        let mut table = Table::default();
+        let of = |uid, n: usize| {
+            let owner = Owner {
+                name: format!("{uid}-{n}"),
+                uid,
+                policy: UserPolicy::unlimited().into(),
+            };
+            let spec = TenantSpec::default();
+            Tenant::new(TenantId(n as u64), &owner, spec, String::new(), Vec::new())
+        };
+        table.remember(of(1, 0));
+        (0..2 * MAX_ENDED).for_each(|n| table.remember(of(2, n)));
+        assert_eq!(table.ended.len(), MAX_ENDED);
+        assert_eq!(table.ended.iter().filter(|it| it.uid == 1).count(), 1);
+        let last = table.ended.iter().last();
+        assert_eq!(last.map(|it| it.name.as_str()), Some("2-511"));
     }
 }

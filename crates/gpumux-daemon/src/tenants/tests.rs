@@ -377,11 +377,13 @@ async fn a_late_process_finds_its_tenant_although_it_has_ended() {
     let (mut child, creator) = child(0);
     let spec = TenantSpec {
         class: Class::Batch,
+        guaranteed: 0.5,
         ..TenantSpec::default()
     };
     let wish = NewTenant {
         spec: SpecChange {
             class: Some(Class::Batch),
+            guaranteed: Some(0.5),
             ..SpecChange::default()
         },
         ..new("script")
@@ -392,14 +394,30 @@ async fn a_late_process_finds_its_tenant_although_it_has_ended() {
     while !tenants.list().await.is_empty() {
         tokio::task::yield_now().await;
     }
-    let (_, name) = tenants
-        .join(SessionId(1), &peer(0), Some(&created.token))
-        .await
-        .unwrap();
-    assert_eq!(
-        (name.as_str(), &tenants.list().await[0].spec),
-        ("script", &spec)
+    // While there is no room for it, it is refused; not for ever.
+    let full = NewTenant {
+        spec: SpecChange {
+            guaranteed: Some(0.7),
+            ..SpecChange::default()
+        },
+        ..new("hoarder")
+    };
+    let hoarder = tenants.create(&peer(0), full).await.unwrap();
+    let (session, secret) = (SessionId(1), Some(created.token.as_str()));
+    let refused = tenants.join(session, &peer(0), secret).await;
+    assert!(
+        matches!(refused, Err(TenantError::Refused(_))),
+        "{refused:?}"
     );
+    let less = SpecChange {
+        guaranteed: Some(0.0),
+        ..SpecChange::default()
+    };
+    tenants.change(0, &hoarder.name, &less).await.unwrap();
+    let (_, name) = tenants.join(session, &peer(0), secret).await.unwrap();
+    let all = tenants.list().await;
+    let joined = all.iter().find(|it| it.name == name).unwrap();
+    assert_eq!((name.as_str(), &joined.spec), ("script", &spec));
     assert!(
         tenants
             .join(SessionId(2), &peer(0), Some("guess"))

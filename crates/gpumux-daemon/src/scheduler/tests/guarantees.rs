@@ -234,6 +234,15 @@ fn guarantee_lapses_without_work_and_holds_again_with_it() {
     bench.hardware().now += 2_000_000;
     wish(&mut bench, 0.6).unwrap();
     assert!(bench.engine.view().lapsed.contains(&sleeper));
+    // What is changed meanwhile needs no room for them, unless it is more.
+    let heavier = TenantSpec {
+        weight: 2.0,
+        ..spec(0.7)
+    };
+    bench.engine.set_spec(sleeper, heavier).unwrap();
+    assert!(bench.engine.set_spec(sleeper, spec(0.8)).is_err());
+    let now = &bench.engine.state.tenants[&sleeper];
+    assert_eq!((now.weight, now.guaranteed), (2.0, 0.0));
     // Work comes, but there is no room.
     bench.pages[0].slot(1).unwrap().submit();
     bench.engine.step();
@@ -243,6 +252,50 @@ fn guarantee_lapses_without_work_and_holds_again_with_it() {
     bench.engine.step();
     assert!(!bench.engine.view().lapsed.contains(&sleeper));
     assert_eq!(bench.engine.state.tenants[&sleeper].guaranteed, 0.7);
+}
+
+/// The last daemon had admitted it when another's guarantee had lapsed; this one knows nothing of that.
+#[test]
+fn tenant_whose_guarantee_does_not_fit_again_keeps_all_else() {
+    for expires in [None, Some(10)] {
+        let mut bench = Bench::new();
+        let rules = gpumux_core::admission::UserRules {
+            guarantee_expires_s: expires,
+            ..Default::default()
+        };
+        let policy = gpumux_core::admission::UserPolicy::new("alice".into(), false, &rules);
+        let owner = |name: &str| super::Owner {
+            name: name.into(),
+            uid: 1000,
+            policy: policy.clone().into(),
+        };
+        let spec = TenantSpec {
+            guaranteed: 0.7,
+            weight: 3.0,
+            limit: 0.9,
+            ..TenantSpec::default()
+        };
+        let group = bench.group(1, 1, 1);
+        let again = |bench: &mut Bench, n| {
+            let it = (TenantId(n), owner(&n.to_string()), spec.clone());
+            bench.engine.admit_again(it.0, it.1, &[], it.2)
+        };
+        assert!(again(&mut bench, 1).1.is_none());
+        bench.engine.add(group).unwrap();
+        let (kept, why) = again(&mut bench, 2);
+        assert!(why.is_some());
+        let now = &bench.engine.state.tenants[&TenantId(2)];
+        assert_eq!((now.guaranteed, now.weight, now.limit), (0.0, 3.0, 0.9));
+        assert_eq!(kept.guaranteed, expires.map_or(0.0, |_| 0.7));
+        // It has work, and gets it once it fits.
+        bench.engine.forget(TenantId(1));
+        let group = bench.group(2, 2, 1);
+        bench.engine.add(group).unwrap();
+        bench.pages.last().unwrap().slot(2).unwrap().submit();
+        bench.run(Micros::from_secs(2));
+        let now = &bench.engine.state.tenants[&TenantId(2)];
+        assert_eq!(now.guaranteed, kept.guaranteed);
+    }
 }
 
 #[test]

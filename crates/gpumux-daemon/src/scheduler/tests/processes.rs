@@ -220,8 +220,6 @@ fn process_that_is_back_early_runs_although_its_old_session_froze_it_last() {
         !group.frozen,
         "the controller believes that it runs: {group:?}"
     );
-    // From here on it is planned for.
-    bench.engine.step();
 }
 
 #[test]

@@ -76,6 +76,18 @@ fn tenant_that_sets_its_timeslice_again_and_again_is_lowered() {
     bench.add(1, Class::Standard);
     bench.add(2, Class::Latency);
     let class = |bench: &Bench| bench.engine.state.tenants[&TenantId(2)].class;
+    // Its user may not have what it is lowered to.
+    let rules = gpumux_core::admission::UserRules {
+        classes: Some([Class::Latency].into()),
+        ..Default::default()
+    };
+    let policy = UserPolicy::new("two".into(), false, &rules);
+    let owner = Owner {
+        name: "two".into(),
+        uid: 7,
+        policy: Arc::new(policy),
+    };
+    bench.engine.state.owners.insert(TenantId(2), owner);
     bench.run(Micros::from_secs(3));
     for n in 0..3 {
         assert_eq!(class(&bench), Class::Latency, "{n}");
