@@ -394,7 +394,7 @@ async fn a_late_process_finds_its_tenant_although_it_has_ended() {
     while !tenants.list().await.is_empty() {
         tokio::task::yield_now().await;
     }
-    // While there is no room for it, it is refused; not for ever.
+    // While there is no room for it, it is refused, and may try again.
     let full = NewTenant {
         spec: SpecChange {
             guaranteed: Some(0.7),
