@@ -181,8 +181,15 @@ impl Engine {
         };
         let without = expiry::without_guarantees(&spec);
         // Without guarantees nothing stands in its way.
-        let refused: Result<(), Refusal> = again(self, &without);
-        let error = refused.err().unwrap_or(error);
+        if let Err(error) = again(self, &without) {
+            // It makes no sense to this daemon.
+            let least = TenantSpec {
+                class: spec.class,
+                ..TenantSpec::default()
+            };
+            let refused: Result<(), Refusal> = again(self, &least);
+            return (least, Some(refused.err().unwrap_or(error)));
+        }
         // Others may have them because they had lapsed: they hold again with its work, once they fit.
         if owner.policy.guarantee_expires_s.is_some() {
             self.expiry.lapse(tenant, spec.clone());
@@ -301,7 +308,6 @@ impl Engine {
     fn lower(&mut self, tenant: TenantId) {
         let spec = self.state.tenants.get(&tenant).cloned().unwrap_or_default();
         let spec = self.tampers.permitted(tenant, spec);
-        self.expiry.holds(tenant);
         // Whatever its user may have: it is no wish.
         self.take_spec(tenant, spec);
     }

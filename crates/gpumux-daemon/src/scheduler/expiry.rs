@@ -69,10 +69,12 @@ impl Expiry {
         let limit = |tenant: &TenantId| state.owners.get(tenant)?.policy.guarantee_expires_s;
         let subject = |(id, spec): (&TenantId, &TenantSpec)| {
             let guaranteed = spec.guaranteed > 0.0 || spec.memory_guaranteed > 0;
-            let seconds = limit(id).filter(|_| guaranteed || self.lapsed.contains_key(id))?;
-            Some((*id, Micros::from_secs(seconds)))
+            let limit = limit(id).map(Micros::from_secs);
+            let is = self.lapsed.contains_key(id) || guaranteed && limit.is_some();
+            is.then_some((*id, limit))
         };
-        let subjects: Vec<(TenantId, Micros)> = state.tenants.iter().filter_map(subject).collect();
+        let subjects: Vec<(TenantId, Option<Micros>)> =
+            state.tenants.iter().filter_map(subject).collect();
         if subjects.is_empty() {
             return Vec::new();
         }
@@ -92,12 +94,13 @@ impl Expiry {
         }
         let mut due = Vec::new();
         for (id, limit) in subjects {
-            if working.contains(&id) {
+            // Where guarantees lapse no longer, none has.
+            let Some(limit) = limit.filter(|_| !working.contains(&id)) else {
                 self.idle.remove(&id);
                 let full = self.lapsed.get(&id).cloned();
                 due.extend(full.map(|spec| (id, Due::Return(spec))));
                 continue;
-            }
+            };
             let since = *self.idle.entry(id).or_insert(now);
             if now.saturating_sub(since) < limit || self.lapsed.contains_key(&id) {
                 continue;
