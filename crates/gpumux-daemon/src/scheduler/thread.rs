@@ -102,6 +102,7 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
         }
     };
     let renewal = Arc::new(Renewal::new(lease, Arc::clone(&clock)));
+    renewal.keep()?;
     let own = Arc::clone(&renewal);
     let recording = (config.record.as_deref())
         .map(Recording::start)
