@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--cells", type=cells, default=cells(CELLS), help=f"numbers of models, each with a mode [{CELLS}]")
     parser.add_argument("--rate", type=float, default=0.4, help="requests a second of the most asked model [%(default)s]")
     parser.add_argument("--seconds", type=float, default=60.0, help="in which requests come [%(default)s]")
-    parser.add_argument("--drain", type=float, default=10.0, help="seconds after them [%(default)s]")
+    parser.add_argument("--drain", type=float, default=30.0, help="seconds after them, until all could be done [%(default)s]")
     parser.add_argument("--cache", default="2GiB", help="of an engine's KV cache [%(default)s]")
     parser.add_argument("--memory", type=float, default=0.2, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
