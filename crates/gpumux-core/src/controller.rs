@@ -590,7 +590,7 @@ impl Controller {
                 (Sets::Running, false) if domain.state.run == RunState::Enabled => {
                     Control::Thaw(id)
                 }
-                // Its memory is away, and it must not run; or it is as it was no longer.
+                // Its memory is away, and it must not run; or its state is another by now.
                 (Sets::Run | Sets::Frozen | Sets::Running, _) => continue,
             };
             return Some((device, control, next.aim));
