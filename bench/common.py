@@ -532,6 +532,10 @@ class Worker:
         try:
             line = self.lines.get(timeout=timeout)
         except queue.Empty:
+            # Python programs that expect this signal write where their threads are; it is ended anyway.
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
             raise self._lost(f"gave no answer within {timeout:.0f} s") from None
         if line is None:
             raise self._lost("ended")

@@ -7,9 +7,11 @@ their tokens), `busy()`, `drop(names)`, `preempted()` and `elastic()`.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -148,6 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def answer(**values: Any) -> None:
         answers.write(json.dumps(values) + "\n")
