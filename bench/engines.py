@@ -74,6 +74,15 @@ def mode_of(name: str, logs: Path) -> Iterator[Mode]:
         yield mode
 
 
+def prepare(logs: Path, shape: dict[str, Any]) -> Path:
+    """Lets engines find gpumux's package; the folder of a model of this shape."""
+    package, model = str(common.BENCH.parent / "python"), logs / "model"
+    os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(shape))
+    return model
+
+
 def engine(
     mode: Mode, name: str, options: argparse.Namespace, *flags: str, klass: str = "latency", elastic: bool | None = None, **more: Any
 ) -> Worker:
@@ -337,11 +346,7 @@ def main() -> int:
     options.rounds = options.rounds or (3 if options.quick else 21)
     options.bursts = options.bursts or (3 if options.quick else 12)
     options.cache, options.left = kv.bytes_of(options.cache), Budget(options.budget)
-    package = str(common.BENCH.parent / "python")
-    os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    options.model = logs / "model"
-    options.model.mkdir(exist_ok=True)
-    (options.model / "config.json").write_text(json.dumps(LLAMA_3_1B if options.quick else serve.LLAMA_3_8B))
+    options.model = prepare(logs, LLAMA_3_1B if options.quick else serve.LLAMA_3_8B)
     results = Results("engines", options.out, CASES + STARTS, MODES)
     for case in options.cases:
         run(results, case, options.modes, logs, options)

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import csv
 import json
-import os
 import random
 import sys
 import time
@@ -98,15 +97,15 @@ def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> 
             given["enable_sleep_mode"] = True
             flags = ["--room", str(room.path)]
         arguments = [str(options.model), "--memory", str(options.memory), "--context", "8192", "--engine", json.dumps(given), *flags]
-        used, begin, workers = (lambda memory=Nvml(): memory.memory().used), time.monotonic(), list[Worker]()
-        before, asleep, size, most = used(), 0, 0, models
+        nvml, begin, workers = Nvml(), time.monotonic(), list[Worker]()
+        before, asleep, size, most = nvml.memory().used, 0, 0, models
 
         def start(count: int) -> list[Worker]:
             new = [Worker(f"model-{number}", arguments, mode, "latency", serve.ENGINE) for number in range(len(workers), min(models, len(workers) + count))]
             for worker in new:
                 stack.callback(worker.close)
             # One that has ended is noticed although others are waited for.
-            while any(it.lines.empty() for it in new) and not any(it.process.poll() is not None for it in new) and options.left.lasts(5):
+            while any(it.lines.empty() for it in new) and all(it.process.poll() is None for it in new) and options.left.lasts(5):
                 time.sleep(0.1)
             for worker in sorted(new, key=lambda it: it.process.poll() is None):
                 engines.ready(worker, options)
@@ -116,14 +115,14 @@ def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> 
         while len(workers) < models:
             # The first one shows how many fit.
             new = start(models if not room else most if size else 1)
-            size = size or used() - before
+            size = size or nvml.memory().used - before
             for worker in new if room else ():
                 worker.send(sleep=True)
             for worker in new if room else ():
                 worker.reply(common.REPLY_S)
             if room and not asleep:
-                asleep = used() - before
-                most = fits(Nvml().memory().total - before, size, asleep, models)
+                asleep = nvml.memory().used - before
+                most = fits(nvml.memory().total - before, size, asleep, models)
                 if not most:
                     raise BenchError(f"none of {models} engines fits while the others sleep")
         said = {"ready_s": time.monotonic() - begin}
@@ -177,10 +176,7 @@ def main() -> int:
         lengths = serve.trace(csv.DictReader(file))
     if not lengths:
         raise BenchError(f"{options.trace} has no requests")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(common.BENCH.parent / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    options.model = logs / "model"
-    options.model.mkdir(exist_ok=True)
-    (options.model / "config.json").write_text(json.dumps(serve.LLAMA_3_8B))
+    options.model = engines.prepare(logs, serve.LLAMA_3_8B)
     results = Results("many", options.out, list(dict.fromkeys(str(models) for models, _ in options.cells)), MODES)
     for models, name in options.cells:
         with cell(results, f"{models}, {name}", logs):

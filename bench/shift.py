@@ -228,13 +228,9 @@ def main() -> int:
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else usual)
     options.room, options.left = kv.bytes_of(options.room), engines.Budget(options.budget)
-    package = str(common.BENCH.parent / "python")
-    os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     # kvcached changes vLLM's first model runner only; all modes have the same.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    options.model = logs / "model"
-    options.model.mkdir(exist_ok=True)
-    (options.model / "config.json").write_text(json.dumps(engines.LLAMA_3_1B if options.quick else serve.LLAMA_3_8B))
+    options.model = engines.prepare(logs, engines.LLAMA_3_1B if options.quick else serve.LLAMA_3_8B)
     case = f"{options.engines}-engines"
     results, used, notes = Results("shift", options.out, [case], MODES), dict[bool, int](), list[str]()
     for name in [it for it in MODES if it in options.modes]:

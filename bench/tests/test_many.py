@@ -139,7 +139,7 @@ class Places(unittest.TestCase):
                 self.assertEqual(state[other], "waiting" if told == "g" else "awake")
                 state[other] = "awake" if told == "g" else "asked"
             self.assertLessEqual(sum(it in ("awake", "asked") for it in state.values()), 2)
-            self.assertFalse("waiting" in state.values() and "asked" not in state.values(), "nobody makes room")
+            self.assertFalse("waiting" in state.values() and "asked" not in state.values(), "no engine makes room")
 
 
 class Engine:

@@ -443,12 +443,7 @@ impl Controller {
             }
             Event::Ran(_) if domain.state.run == RunState::Frozen => {
                 domain.course.may_run(now);
-                self.urgent.push_back(Urgent {
-                    device: at,
-                    id,
-                    sets: Sets::Frozen,
-                    aim: Aim::Plan,
-                });
+                self.hurry(at, id, Sets::Frozen);
             }
             Event::Gone(_) => {
                 let dirty = device.dirty;
@@ -556,24 +551,26 @@ impl Controller {
                     self.urge(device, id, Aim::Retry);
                 }
             }
-            let mut again = |id, sets| {
-                self.urgent.push_back(Urgent {
-                    device,
-                    id,
-                    sets,
-                    aim: Aim::Plan,
-                });
-            };
             while let Some(id) = self.devices[device].due_refreeze(now) {
-                again(id, Sets::Frozen);
+                self.hurry(device, id, Sets::Frozen);
             }
             let trusts = self.mutation == Some(Mutation::TrustThaws);
             while let Some(id) = self.devices[device].due_run(now) {
                 if !trusts {
-                    again(id, Sets::Running);
+                    self.hurry(device, id, Sets::Running);
                 }
             }
         }
+    }
+
+    /// Makes a domain once more what it is planned to be, before anything else.
+    fn hurry(&mut self, device: usize, id: DomainId, sets: Sets) {
+        self.urgent.push_back(Urgent {
+            device,
+            id,
+            sets,
+            aim: Aim::Plan,
+        });
     }
 
     fn next_urgent(&mut self) -> Option<(usize, Control, Aim)> {

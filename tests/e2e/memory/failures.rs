@@ -72,31 +72,6 @@ fn programs_that_start_at_once_find_room_for_their_contexts() {
     idler.kill();
 }
 
-/// Its lease expires while its memory is away, and has no room when it would come back.
-#[test]
-fn a_kernel_whose_memory_is_away_ends_right_after_its_lease_expired() {
-    if real() {
-        return eprintln!("SKIPPED: two programs do not fill a real device in time");
-    }
-    let node = Node::with_memory(256 << 20);
-    let worker = checks(&node, "120MiB", 6);
-    assert!(sleeps(&node, "worker"));
-    let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
-    let holder = Process::start(&mut node.tenant("--name holder", idle));
-    node.wait_tenant("holder", |it| bytes(it, "in_use") >= 150 << 20);
-    node.daemon().signal(Signal::STOP);
-    wait_for("the worker's line", PATIENCE, || {
-        worker.err().contains("stands still").then_some(())
-    });
-    node.daemon().signal(Signal::CONT);
-    node.wait_tenant("worker", |it| {
-        it["domains"][0].is_object() && bytes(it, "swapped") > 0
-    });
-    holder.kill();
-    node.gpumux(["wake", "worker"]).run().ok();
-    verified(&worker.finish_within(PATIENCE * 3));
-}
-
 #[test]
 fn a_sleeper_that_is_killed_leaves_nothing() {
     let node = Node::start();
@@ -115,21 +90,39 @@ fn a_sleeper_that_is_killed_leaves_nothing() {
 /// A daemon examines the groups of a program that it takes over: they must not run meanwhile.
 #[test]
 fn a_kernel_whose_memory_is_away_ends_right_with_the_next_daemon() {
+    kernel_without_memory_ends_right(|node, worker| {
+        node.kill_daemon();
+        // The library reports it after its first try.
+        wait_for("the worker's line", PATIENCE, || {
+            worker.err().contains("trying on").then_some(())
+        });
+        node.start_daemon();
+    });
+}
+
+#[test]
+fn a_kernel_whose_memory_is_away_ends_right_after_its_lease_expired() {
+    kernel_without_memory_ends_right(|node, worker| {
+        node.daemon().signal(Signal::STOP);
+        wait_for("the worker's line", PATIENCE, || {
+            worker.err().contains("stands still").then_some(())
+        });
+        node.daemon().signal(Signal::CONT);
+    });
+}
+
+/// The worker loses its daemon while its memory is away, and for a while finds no room to bring it back.
+fn kernel_without_memory_ends_right(lose: impl FnOnce(&mut Node, &Process)) {
     if real() {
         return eprintln!("SKIPPED: two programs do not fill a real device in time");
     }
     let mut node = Node::with_memory(256 << 20);
-    let worker = checks(&node, "120MiB", 4);
+    let worker = checks(&node, "120MiB", 6);
     assert!(sleeps(&node, "worker"));
     let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
     let holder = Process::start(&mut node.tenant("--name holder", idle));
     node.wait_tenant("holder", |it| bytes(it, "in_use") >= 150 << 20);
-    node.kill_daemon();
-    // The library reports it after its first try.
-    wait_for("the worker's line", PATIENCE, || {
-        worker.err().contains("trying on").then_some(())
-    });
-    node.start_daemon();
+    lose(&mut node, &worker);
     node.wait_tenant("worker", |it| {
         it["domains"][0].is_object() && bytes(it, "swapped") > 0
     });

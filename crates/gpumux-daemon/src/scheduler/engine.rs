@@ -388,14 +388,14 @@ impl Engine {
             controls: group.controls,
             renewal: Arc::clone(&self.renewal),
         });
-        // Since it was examined, controls of the process's last session may have come.
-        if old.is_some() || group.run == RunState::Frozen {
-            group.confirm();
-        }
         if group.engine != GR0 {
             // Copies are not scheduled: one cannot be frozen in its middle.
             let _ = self.state.reaper.send(Box::new(group.controls));
             return Ok(());
+        }
+        // Since it was examined, controls of the process's last session may have come.
+        if old.is_some() || group.run == RunState::Frozen {
+            group.confirm();
         }
         let policy = self.config.policy_of(&group.device);
         self.state.device(group.device.clone(), policy);

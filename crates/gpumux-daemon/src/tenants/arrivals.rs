@@ -290,7 +290,7 @@ impl Tenants {
             (None, Some(token)) => {
                 let may = |ended: &Tenant| ended.may_join(token, peer);
                 let ended = table.ended.iter().position(may);
-                let found = ended.and_then(|n| table.ended.iter().nth(n)).cloned();
+                let found = ended.and_then(|n| table.ended.get(n)).cloned();
                 let Tenant {
                     name,
                     spec,

@@ -36,6 +36,9 @@ fn effort(latency: u32, busy: bool) -> Effort {
     let run = |bench: &mut Bench, seconds: u64| {
         let end = bench.engine.state.now() + Micros::from_secs(seconds);
         while bench.engine.state.now() < end {
+            // A program that did nothing at all would be let run again now and then.
+            let pages = bench.pages.iter().zip(1..).filter(|_| busy);
+            pages.for_each(|(page, n)| _ = page.slot(n).unwrap().submit());
             let next = bench.engine.step().unwrap_or(end).min(end);
             bench.engine.woke(WAKING);
             let mut hardware = bench.hardware();
@@ -91,9 +94,8 @@ fn batch_tenants_behind_a_busy_one_take_few_controls() {
 #[test]
 fn tenants_that_share_by_timeslices_are_looked_at_seldom() {
     let busy = effort(0, true);
-    assert!(busy.steps <= 27 && busy.looks <= 30, "{busy:?}");
-    // These programs never do anything: they are let run again now and then.
-    assert!(busy.controls <= 3 && busy.plans == 0, "{busy:?}");
+    assert!(busy.steps <= 27 && busy.looks <= 27, "{busy:?}");
+    assert_eq!((busy.controls, busy.plans), (0, 0), "{busy:?}");
     let idle = effort(0, false);
     assert!(idle.steps <= 105 && idle.looks <= 105, "{idle:?}");
     assert_eq!((idle.controls, idle.plans), (0, 0), "{idle:?}");

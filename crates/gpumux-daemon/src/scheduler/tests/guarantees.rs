@@ -201,19 +201,24 @@ fn confined_tenant_on_another_device_is_refused() {
     assert_eq!(granted, [("GPU-1", 1 << 30)]);
 }
 
-#[test]
-fn guarantee_lapses_without_work_and_holds_again_with_it() {
-    let mut bench = Bench::new();
+/// A user's tenant of this name, whose guarantees lapse after so many seconds without work.
+fn owner(name: &str, expires: Option<u64>) -> super::Owner {
     let rules = gpumux_core::admission::UserRules {
-        guarantee_expires_s: Some(10),
+        guarantee_expires_s: expires,
         ..Default::default()
     };
     let policy = gpumux_core::admission::UserPolicy::new("alice".into(), false, &rules);
-    let owner = |name: &str| super::Owner {
+    super::Owner {
         name: name.into(),
         uid: 1000,
-        policy: policy.clone().into(),
-    };
+        policy: policy.into(),
+    }
+}
+
+#[test]
+fn guarantee_lapses_without_work_and_holds_again_with_it() {
+    let mut bench = Bench::new();
+    let owner = |name: &str| owner(name, Some(10));
     let spec = |guaranteed| TenantSpec {
         guaranteed,
         ..TenantSpec::default()
@@ -259,16 +264,6 @@ fn guarantee_lapses_without_work_and_holds_again_with_it() {
 fn tenant_whose_guarantee_does_not_fit_again_keeps_all_else() {
     for expires in [None, Some(10)] {
         let mut bench = Bench::new();
-        let rules = gpumux_core::admission::UserRules {
-            guarantee_expires_s: expires,
-            ..Default::default()
-        };
-        let policy = gpumux_core::admission::UserPolicy::new("alice".into(), false, &rules);
-        let owner = |name: &str| super::Owner {
-            name: name.into(),
-            uid: 1000,
-            policy: policy.clone().into(),
-        };
         let spec = TenantSpec {
             guaranteed: 0.7,
             weight: 3.0,
@@ -276,9 +271,9 @@ fn tenant_whose_guarantee_does_not_fit_again_keeps_all_else() {
             ..TenantSpec::default()
         };
         let group = bench.group(1, 1, 1);
-        let again = |bench: &mut Bench, n| {
-            let it = (TenantId(n), owner(&n.to_string()), spec.clone());
-            bench.engine.admit_again(it.0, it.1, &[], it.2)
+        let again = |bench: &mut Bench, n: u64| {
+            let owner = owner(&n.to_string(), expires);
+            (bench.engine).admit_again(TenantId(n), owner, &[], spec.clone())
         };
         assert!(again(&mut bench, 1).1.is_none());
         bench.engine.add(group).unwrap();
@@ -301,16 +296,7 @@ fn tenant_whose_guarantee_does_not_fit_again_keeps_all_else() {
 #[test]
 fn work_that_begins_and_ends_between_two_looks_counts() {
     let mut bench = Bench::new();
-    let rules = gpumux_core::admission::UserRules {
-        guarantee_expires_s: Some(10),
-        ..Default::default()
-    };
-    let policy = gpumux_core::admission::UserPolicy::new("alice".into(), false, &rules);
-    let owner = super::Owner {
-        name: "server".into(),
-        uid: 1000,
-        policy: policy.into(),
-    };
+    let owner = owner("server", Some(10));
     let server = TenantId(1);
     let spec = TenantSpec {
         guaranteed: 0.7,
