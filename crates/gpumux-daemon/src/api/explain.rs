@@ -305,11 +305,13 @@ fn why(
         parts.push("It runs on all its GPUs together or on none.".into());
     }
     if let Some(tampering) = &tenant.tampering {
-        parts.push(format!(
-            "Its processes were found {} times undoing what gpumux sets (freezes, timeslices, the lease); it was set again each \
-             time.",
-            tampering.findings
-        ));
+        const WHAT: &str = "undoing what gpumux sets (freezes, timeslices, the lease)";
+        parts.push(match tampering.findings {
+            0 => format!("Before the daemon started anew, its processes were found {WHAT}."),
+            times => format!(
+                "Its processes were found {times} times {WHAT}; it was set again each time."
+            ),
+        });
         if tampering.lowered {
             parts.push(
                 "Therefore it is class batch without a compute guarantee, until root changes its settings.".into(),

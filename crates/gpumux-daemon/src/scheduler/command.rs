@@ -13,7 +13,7 @@ use super::{
     domain::NewGroup,
     engine::{Engine, GroupError},
     held::Left,
-    model::{Answer, Happening, Owner},
+    model::{Answer, Happening, Owner, Withheld},
     process::Met,
     record::History,
     relocation::Relocate,
@@ -73,13 +73,14 @@ pub(crate) enum Command {
         spec: TenantSpec,
         answer: Answer<Result<(), Refusal>>,
     },
-    /// The same for a tenant that the last daemon had admitted, whatever its user's policy is by now. If its guarantees do not fit,
-    /// it goes on without: the spec that it has, and why.
+    /// The same for a tenant that the last daemon had admitted, whatever its user's policy is by now; `withheld` did not hold. If its
+    /// guarantees do not fit, it goes on without: the spec that it has, and why.
     AdmitAgain {
         tenant: TenantId,
         owner: Owner,
         devices: Vec<String>,
         spec: TenantSpec,
+        withheld: Withheld,
         answer: Answer<(TenantSpec, Option<Refusal>)>,
     },
     /// Changes a tenant's spec, by what its user may have now; `by_root`: whatever that is. Refused, it stays as it was.
@@ -208,8 +209,12 @@ impl Command {
                 owner,
                 devices,
                 spec,
+                withheld,
                 answer,
-            } => send(answer, engine.admit_again(tenant, owner, &devices, spec)),
+            } => {
+                let again = engine.admit_again(tenant, owner, &devices, spec, withheld);
+                send(answer, again);
+            }
             Self::Change {
                 tenant,
                 policy,

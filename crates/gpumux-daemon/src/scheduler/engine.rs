@@ -23,7 +23,7 @@ use super::{
     expiry::{self, Due, Expiry},
     held::Left,
     memory::{self, MemoryMoves},
-    model::{Clock, Owner, Reaper, Relocation},
+    model::{Clock, Happening, Owner, Reaper, Relocation, Withheld},
     process::Met,
     record::{Counted, Durations, Now, What},
     recording::Recording,
@@ -52,6 +52,8 @@ pub(crate) struct Engine {
     /// What processes that are gone counted, of tenants that live.
     pub(super) ended: BTreeMap<TenantId, Counted>,
     domains_made: u64,
+    /// What of tenants' specs does not hold, as it was reported.
+    withheld: BTreeMap<TenantId, Withheld>,
     /// What a step cost lately, controls apart.
     pub(super) cost: Micros,
     /// What it cost lately to wake up for a step.
@@ -100,6 +102,7 @@ impl Engine {
             others: BTreeMap::new(),
             ended: BTreeMap::new(),
             domains_made: 0,
+            withheld: BTreeMap::new(),
             cost: Micros::ZERO,
             waking: Micros::ZERO,
             stats: types::Scheduler::default(),
@@ -156,14 +159,16 @@ impl Engine {
             .inspect_err(|_| self.forget(tenant))
     }
 
-    /// Gives a tenant that the last daemon had admitted its spec again, although its user's policy may be stricter by now. If the devices
-    /// cannot keep its guarantees, it goes on without. Returns the spec that it has, and why it is not the one that it had.
+    /// Gives a tenant that the last daemon had admitted its spec again, but for what did not hold then, although its user's policy may be
+    /// stricter by now. If the devices cannot keep its guarantees, it goes on without. Returns the spec that it has, and why it is not the
+    /// one that it had.
     pub(super) fn admit_again(
         &mut self,
         tenant: TenantId,
         owner: Owner,
         devices: &[String],
         spec: TenantSpec,
+        withheld: Withheld,
     ) -> (TenantSpec, Option<Refusal>) {
         let again = |engine: &mut Self, spec: &TenantSpec| {
             let own = Owner {
@@ -171,15 +176,22 @@ impl Engine {
                 ..owner.clone()
             };
             engine.confine(tenant, devices);
+            if withheld.lowered {
+                engine.tampers.lower(tenant);
+            }
             engine.admit(tenant, own, spec.clone())?;
             engine.state.own(tenant, owner.clone());
             engine.memory_event(Event::Restored(tenant));
             Ok(())
         };
+        let without = expiry::without_guarantees(&spec);
+        if withheld.lapsed && again(self, &without).is_ok() {
+            self.expiry.lapse(tenant, spec.clone());
+            return (spec, None);
+        }
         let Err(error) = again(self, &spec) else {
             return (spec, None);
         };
-        let without = expiry::without_guarantees(&spec);
         // Without guarantees nothing stands in its way.
         if let Err(error) = again(self, &without) {
             // It makes no sense to this daemon.
@@ -250,7 +262,7 @@ impl Engine {
             self.state.own(tenant, own);
             return self.set_spec(tenant, spec);
         }
-        self.tampers.pardon(tenant);
+        let pardon = self.tampers.pardon(tenant);
         let granted = Owner {
             policy: UserPolicy::unlimited().into(),
             ..own.clone()
@@ -258,7 +270,7 @@ impl Engine {
         self.state.own(tenant, granted);
         let set = self.set_spec(tenant, spec);
         self.state.own(tenant, own);
-        set
+        set.inspect_err(|_| self.tampers.undo(pardon))
     }
 
     /// Whether a new or old tenant of this owner, on these devices only or, if none are named, on all, could have this spec.
@@ -301,6 +313,26 @@ impl Engine {
     pub(super) fn judge(&mut self) {
         for tenant in self.tampers.judge(&mut self.state) {
             self.lower(tenant);
+        }
+    }
+
+    /// Reports for each tenant what of its spec holds no longer, or again.
+    pub(super) fn report_withheld(&mut self) {
+        let mut withheld = BTreeMap::<TenantId, Withheld>::new();
+        for tenant in self.expiry.lapsed() {
+            withheld.entry(tenant).or_default().lapsed = true;
+        }
+        for tenant in self.tampers.lowered() {
+            withheld.entry(tenant).or_default().lowered = true;
+        }
+        let before = std::mem::replace(&mut self.withheld, withheld);
+        let known: BTreeSet<&TenantId> = before.keys().chain(self.withheld.keys()).collect();
+        for tenant in known {
+            let what = self.withheld.get(tenant).copied();
+            if before.get(tenant).copied() != what {
+                let (tenant, what) = (*tenant, what.unwrap_or_default());
+                self.state.report(Happening::Withheld { tenant, what });
+            }
         }
     }
 

@@ -41,7 +41,7 @@ pub(crate) use domain::{Member, NewGroup};
 pub(crate) use engine::GroupError;
 pub(crate) use gpumux_core::controller::AWAY;
 pub(crate) use held::{Left, STAY};
-pub(crate) use model::{Happening, Owner};
+pub(crate) use model::{Happening, Owner, Withheld};
 pub(crate) use permits::Launches;
 pub(crate) use process::Met;
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};

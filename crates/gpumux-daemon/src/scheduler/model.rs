@@ -10,6 +10,7 @@ use gpumux_core::{
     admission::UserPolicy,
     tamper::{Tampering, Then},
 };
+use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 use crate::link::SessionId;
@@ -20,6 +21,15 @@ pub(super) type Clock = Arc<dyn Fn() -> Micros + Send + Sync>;
 /// Takes controls and files that are no longer needed: closing the last file of a dead process frees its
 /// memory and takes the driver long.
 pub(super) type Reaper = mpsc::Sender<Box<dyn Send>>;
+
+/// What of a tenant's spec does not hold now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Withheld {
+    /// Its guarantees: it has had no work for too long.
+    pub(crate) lapsed: bool,
+    /// All that others are not given without asking: a process of it undid controls.
+    pub(crate) lowered: bool,
+}
 
 /// Something that happened to a tenant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +52,8 @@ pub(crate) enum Happening {
         /// What is done about it now.
         then: Option<Then>,
     },
+    /// This of its spec does not hold from now on.
+    Withheld { tenant: TenantId, what: Withheld },
 }
 
 /// Whose a tenant is.

@@ -112,6 +112,7 @@ impl Engine {
         }
         let observed = self.state.now();
         let planning = self.control(sampled);
+        self.report_withheld();
         self.tell_hints(observed);
         let took = observed.saturating_sub(start) + planning;
         self.cost = smooth(self.cost, took);

@@ -40,6 +40,13 @@ pub(super) struct Tampers {
     lowered: BTreeSet<TenantId>,
 }
 
+/// What was known of a tenant before it was pardoned.
+pub(super) struct Pardon {
+    tenant: TenantId,
+    lowered: bool,
+    conduct: Option<Conduct>,
+}
+
 impl Tampers {
     pub(super) fn new(rule: TamperRule) -> Self {
         Self {
@@ -54,15 +61,13 @@ impl Tampers {
 
     /// For people.
     pub(super) fn list(&self, now: Micros) -> BTreeMap<TenantId, types::Tampering> {
-        let shown = |(id, conduct): (&TenantId, &Conduct)| {
-            let lowered = self.lowered.contains(id);
-            let tampering = types::Tampering {
-                findings: conduct.findings,
-                lowered,
-            };
-            (lowered || conduct.is_recent(now)).then_some((*id, tampering))
+        let recent = self.conducts.iter().filter(|(_, it)| it.is_recent(now));
+        let ids: BTreeSet<&TenantId> = recent.map(|(id, _)| id).chain(&self.lowered).collect();
+        let shown = |id: &TenantId| types::Tampering {
+            findings: self.conducts.get(id).map_or(0, |it| it.findings),
+            lowered: self.lowered.contains(id),
         };
-        self.conducts.iter().filter_map(shown).collect()
+        ids.into_iter().map(|id| (*id, shown(id))).collect()
     }
 
     /// What a tenant may have of this spec.
@@ -81,10 +86,30 @@ impl Tampers {
         }
     }
 
-    /// Its settings hold again.
-    pub(super) fn pardon(&mut self, tenant: TenantId) {
-        self.lowered.remove(&tenant);
-        self.conducts.remove(&tenant);
+    /// The tenants whose settings do not hold.
+    pub(super) fn lowered(&self) -> impl Iterator<Item = TenantId> {
+        self.lowered.iter().copied()
+    }
+
+    /// A tenant's settings do not hold, as the last daemon had found.
+    pub(super) fn lower(&mut self, tenant: TenantId) {
+        self.lowered.insert(tenant);
+    }
+
+    /// A tenant's settings hold again, and what was found of it is forgotten: until it is undone.
+    pub(super) fn pardon(&mut self, tenant: TenantId) -> Pardon {
+        Pardon {
+            tenant,
+            lowered: self.lowered.remove(&tenant),
+            conduct: self.conducts.remove(&tenant),
+        }
+    }
+
+    /// What was pardoned counts as before.
+    pub(super) fn undo(&mut self, pardon: Pardon) {
+        self.lowered.extend(pardon.lowered.then_some(pardon.tenant));
+        let conduct = pardon.conduct.map(|conduct| (pardon.tenant, conduct));
+        self.conducts.extend(conduct);
     }
 
     /// A process reports that its lease has expired although it was renewed in time: that is counted, and it stays under control.

@@ -29,7 +29,7 @@ use gpumux_wire::{
 use rustix::net::{RecvFlags, SocketType};
 
 use super::{
-    GroupError, Left, Member, Met, NewGroup, Owner, What, engine::Engine, model::Clock,
+    GroupError, Left, Member, Met, NewGroup, Owner, What, Withheld, engine::Engine, model::Clock,
     renewal::Renewal, thread::used,
 };
 use crate::{

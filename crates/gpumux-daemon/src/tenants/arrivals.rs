@@ -89,6 +89,7 @@ impl Tenants {
             owner,
             devices,
             spec: given,
+            withheld: saved.withheld,
             answer,
         };
         let (spec, error) = match ended {
@@ -107,6 +108,7 @@ impl Tenants {
             group: saved.group,
             utility: saved.utility,
             life: saved.life,
+            withheld: saved.withheld,
             ..Tenant::new(id, &whose, spec, saved.token, saved.devices)
         };
         table.insert(tenant);

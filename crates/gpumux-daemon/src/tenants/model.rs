@@ -11,7 +11,7 @@ use crate::{
     groups::{Key, Membership},
     link::SessionId,
     peer::{Peer, ProcessFd, ProcessId},
-    scheduler::{Owner, Stopped},
+    scheduler::{Owner, Stopped, Withheld},
     users::trusted,
 };
 
@@ -51,6 +51,8 @@ pub(crate) struct Tenant {
     pub(super) holders: BTreeMap<Holder, Option<ProcessId>>,
     /// Its program, from start to end.
     pub(crate) life: Life,
+    /// What of its spec does not hold now, for the next daemon.
+    pub(super) withheld: Withheld,
     /// Why the driver does not let gpumux control its processes, if it does not.
     pub(crate) uncontrolled: Option<String>,
 }
@@ -205,6 +207,7 @@ impl Tenant {
             devices,
             holders: BTreeMap::new(),
             life: Life::default(),
+            withheld: Withheld::default(),
             uncontrolled: None,
         }
     }

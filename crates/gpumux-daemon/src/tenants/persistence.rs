@@ -13,6 +13,7 @@ use crate::{
     api::types::{Placement, Setting, SpecChange},
     groups::Key,
     peer::ProcessId,
+    scheduler::Withheld,
     store::{self, Sync},
 };
 
@@ -53,6 +54,8 @@ pub(super) struct Saved {
     pub(super) devices: Vec<String>,
     #[serde(default)]
     pub(super) life: Life,
+    #[serde(default)]
+    pub(super) withheld: Withheld,
     pub(super) holders: Vec<ProcessId>,
 }
 
@@ -141,6 +144,7 @@ impl From<&Tenant> for Saved {
             utility: tenant.utility.clone(),
             devices: tenant.devices.clone(),
             life: tenant.life.clone(),
+            withheld: tenant.withheld,
             holders: tenant.holders.values().copied().flatten().collect(),
         }
     }

@@ -428,7 +428,8 @@ impl Tenants {
         let id = match happening {
             Happening::Moved { tenant, .. }
             | Happening::AtLimit { tenant, .. }
-            | Happening::Tampered { tenant, .. } => tenant,
+            | Happening::Tampered { tenant, .. }
+            | Happening::Withheld { tenant, .. } => tenant,
         };
         let Some(tenant) = table.tenants.get_mut(&id) else {
             return;
@@ -471,6 +472,11 @@ impl Tenants {
                 };
                 let text = format!("process {pid} {}{then}", what.deed());
                 (EventKind::Tampered, text)
+            }
+            Happening::Withheld { what, .. } => {
+                tenant.withheld = what;
+                table.save_or_warn(&self.files);
+                return;
             }
         };
         let whose = (tenant.name.as_str(), tenant.uid);

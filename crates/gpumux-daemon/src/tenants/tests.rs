@@ -23,7 +23,7 @@ use crate::{
     groups::{self, Key},
     link::SessionId,
     peer::ProcessId,
-    scheduler::Command,
+    scheduler::{Command, Happening, Withheld},
     secret::secret,
 };
 

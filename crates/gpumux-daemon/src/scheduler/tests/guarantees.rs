@@ -273,7 +273,8 @@ fn tenant_whose_guarantee_does_not_fit_again_keeps_all_else() {
         let group = bench.group(1, 1, 1);
         let again = |bench: &mut Bench, n: u64| {
             let owner = owner(&n.to_string(), expires);
-            (bench.engine).admit_again(TenantId(n), owner, &[], spec.clone())
+            let none = Withheld::default();
+            (bench.engine).admit_again(TenantId(n), owner, &[], spec.clone(), none)
         };
         assert!(again(&mut bench, 1).1.is_none());
         bench.engine.add(group).unwrap();
@@ -290,6 +291,43 @@ fn tenant_whose_guarantee_does_not_fit_again_keeps_all_else() {
         bench.run(Micros::from_secs(2));
         let now = &bench.engine.state.tenants[&TenantId(2)];
         assert_eq!(now.guaranteed, kept.guaranteed);
+    }
+}
+
+/// Neither has work. Of both, the next daemon may meet either first.
+#[test]
+fn what_has_lapsed_is_not_taken_from_others_by_the_next_daemon() {
+    let spec = TenantSpec {
+        guaranteed: 0.7,
+        ..TenantSpec::default()
+    };
+    let lapsed = Withheld {
+        lapsed: true,
+        lowered: false,
+    };
+    let (sleeper, holder) = (TenantId(1), TenantId(2));
+    for order in [[sleeper, holder], [holder, sleeper]] {
+        let mut bench = Bench::new();
+        for tenant in order {
+            let (expires, withheld) = match tenant == sleeper {
+                true => (Some(10), lapsed),
+                false => (None, Withheld::default()),
+            };
+            let owner = owner(&tenant.0.to_string(), expires);
+            let again = (bench.engine).admit_again(tenant, owner, &[], spec.clone(), withheld);
+            assert_eq!(again, (spec.clone(), None));
+        }
+        let group = bench.group(1, 1, 1);
+        bench.engine.add(group).unwrap();
+        bench.run(Micros::from_secs(1));
+        let holds = |bench: &Bench, tenant| bench.engine.state.tenants[&tenant].guaranteed;
+        assert_eq!((holds(&bench, sleeper), holds(&bench, holder)), (0.0, 0.7));
+        assert_eq!(bench.engine.view().lapsed, [sleeper].into());
+        // It holds again with its work, once it fits.
+        bench.engine.forget(holder);
+        bench.pages.last().unwrap().slot(1).unwrap().submit();
+        bench.run(Micros::from_secs(1));
+        assert_eq!(holds(&bench, sleeper), 0.7);
     }
 }
 

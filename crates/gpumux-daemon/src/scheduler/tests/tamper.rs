@@ -115,11 +115,58 @@ fn tenant_that_sets_its_timeslice_again_and_again_is_lowered() {
         .change(TenantId(2), policy(), latency.clone(), false)
         .unwrap();
     assert_eq!(class(&bench), Class::Batch);
+    // What root wishes and cannot be had pardons nothing.
+    let too_much = TenantSpec {
+        guaranteed: 2.0,
+        ..latency.clone()
+    };
+    let refused = (bench.engine).change(TenantId(2), policy(), too_much, true);
+    assert!(refused.is_err());
+    let shown = bench.engine.view().tampering[&TenantId(2)];
+    assert_eq!((shown.findings, shown.lowered), (3, true));
     (bench.engine)
         .change(TenantId(2), policy(), latency, true)
         .unwrap();
     assert_eq!(class(&bench), Class::Latency);
     assert!(bench.engine.view().tampering.is_empty());
+}
+
+#[test]
+fn lowered_tenant_is_lowered_with_the_next_daemon() {
+    let mut bench = Bench::new();
+    let (tenant, policy) = (TenantId(2), || Arc::new(UserPolicy::unlimited()));
+    let owner = Owner {
+        name: "two".into(),
+        uid: 7,
+        policy: policy(),
+    };
+    let spec = TenantSpec {
+        class: Class::Latency,
+        guaranteed: 0.5,
+        ..TenantSpec::default()
+    };
+    let lowered = Withheld {
+        lapsed: false,
+        lowered: true,
+    };
+    // Its settings are kept for when they hold again.
+    let again = (bench.engine).admit_again(tenant, owner, &[], spec.clone(), lowered);
+    assert_eq!(again, (spec.clone(), None));
+    let now = |bench: &Bench| {
+        let spec = &bench.engine.state.tenants[&tenant];
+        (spec.class, spec.guaranteed)
+    };
+    assert_eq!(now(&bench), (Class::Batch, 0.0));
+    let shown = bench.engine.view().tampering[&tenant];
+    assert_eq!((shown.findings, shown.lowered), (0, true));
+    let change = |bench: &mut Bench, by_root| {
+        let engine = &mut bench.engine;
+        engine.change(tenant, policy(), spec.clone(), by_root)
+    };
+    change(&mut bench, false).unwrap();
+    assert_eq!(now(&bench), (Class::Batch, 0.0));
+    change(&mut bench, true).unwrap();
+    assert_eq!(now(&bench), (Class::Latency, 0.5));
 }
 
 #[test]

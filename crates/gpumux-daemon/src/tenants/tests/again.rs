@@ -36,3 +36,23 @@ async fn request_that_is_made_again_has_one_tenant() {
     child.kill().unwrap();
     child.wait().unwrap();
 }
+
+/// A process undoes controls, and the daemon is killed.
+#[tokio::test]
+async fn what_does_not_hold_is_known_to_the_next_daemon() {
+    let dir = tempfile::tempdir().unwrap();
+    let own = rustix::process::getuid().as_raw();
+    let first = tenants(&dir).await;
+    first.create(&peer(own), new("a")).await.unwrap();
+    let what = Withheld {
+        lapsed: false,
+        lowered: true,
+    };
+    let tenant = first.list().await[0].id;
+    first.happened(Happening::Withheld { tenant, what }).await;
+    let next = tenants(&dir).await;
+    assert_eq!(next.list().await[0].withheld, what);
+    let view = next.view().await.unwrap();
+    let tenant = next.list().await[0].id;
+    assert!(view.tampering[&tenant].lowered);
+}
