@@ -82,16 +82,16 @@ struct Group {
     device: u32,
     /// What GET reports: the last value set, before any a constant.
     reported: u64,
-    /// All channels, and those that are disabled.
+    /// All channels, and how often those that are disabled were.
     channels: BTreeSet<(u32, u32)>,
-    disabled: BTreeSet<(u32, u32)>,
+    disabled: BTreeMap<(u32, u32), u32>,
 }
 
 impl Group {
     fn frozen(&self) -> bool {
         let stopped = |client: u32| {
             let mut own = self.channels.range((client, 0)..=(client, u32::MAX));
-            own.all(|channel| self.disabled.contains(channel))
+            own.all(|channel| self.disabled.contains_key(channel))
         };
         self.channels.iter().any(|(client, _)| stopped(*client))
     }
@@ -331,7 +331,7 @@ impl Tree {
                         device,
                         reported: UNSET_TIMESLICE,
                         channels: BTreeSet::new(),
-                        disabled: BTreeSet::new(),
+                        disabled: BTreeMap::new(),
                     },
                 );
                 hardware.add_group(key, device, engine);
@@ -676,11 +676,13 @@ impl Tree {
                 if let Some(group) = self.groups.get_mut(key)
                     && group.channels.contains(&pair)
                 {
-                    if request.disable != 0 {
-                        group.disabled.insert(pair);
-                    } else {
-                        group.disabled.remove(&pair);
-                    }
+                    let times = group.disabled.remove(&pair).unwrap_or(0);
+                    // Each disabling needs an enabling of its own.
+                    let times = match request.disable != 0 {
+                        true => times + 1,
+                        false => times.saturating_sub(1),
+                    };
+                    group.disabled.extend((times > 0).then_some((pair, times)));
                 }
             }
         }
@@ -923,6 +925,23 @@ mod tests {
             let answer = driver.control(ME, client, subdevice, cmd::DISABLE_CHANNELS, params);
             assert_eq!(answer, RmStatus::OK);
             assert_eq!(driver.fake.frozen.len(), frozen);
+        }
+        // What was disabled three times is to be enabled three times; one time more does nothing.
+        for (on, frozen) in [
+            (true, 1),
+            (true, 1),
+            (true, 1),
+            (false, 1),
+            (false, 1),
+            (false, 0),
+            (false, 0),
+            (true, 1),
+            (false, 0),
+        ] {
+            let mut params = disable(on, client, &[a, b]);
+            let params = params.as_mut_bytes();
+            let answer = driver.control(ME, client, subdevice, cmd::DISABLE_CHANNELS, params);
+            assert_eq!((answer, driver.fake.frozen.len()), (RmStatus::OK, frozen));
         }
         // One wrong channel, and nothing happens.
         let mut params = disable(true, client, &[a, b, 77]);

@@ -69,6 +69,7 @@ functions! {
     host_register c"cuMemHostRegister_v2" (*mut c_void, usize, u32);
     host_unregister c"cuMemHostUnregister" (*mut c_void);
     mem_alloc c"cuMemAlloc_v2" (*mut u64, usize);
+    mem_info c"cuMemGetInfo_v2" (*mut usize, *mut usize);
 }
 
 /// Calls a function of the driver; what it answers otherwise ends the work.
@@ -500,7 +501,8 @@ impl Mover {
     pub(crate) fn rescue(&mut self, is_daemon_there: impl Fn() -> bool) {
         let mut told = false;
         while self.away == Away::Out {
-            let Err(why) = self.back() else {
+            // Others wait for the same room: what does not fit is not begun, since each attempt fills the device and empties it again.
+            let Err(why) = has_room().and_then(|()| self.back()) else {
                 return;
             };
             if is_daemon_there() {
@@ -624,6 +626,28 @@ fn is_broken(context: u64) -> bool {
     let query = || Some(unsafe { stream_query()?(stream) });
     let answer = within(context, query).flatten();
     answer.is_some_and(|it| work::is_fatal(it) || is_lost(it))
+}
+
+/// Whether all that is away has room on its devices, but for what is of contexts that have failed for good.
+fn has_room() -> Result<(), String> {
+    let mut gone = space::with(|space| choice::gone(space));
+    let contexts: BTreeSet<u64> = gone.iter().map(|it| it.context).collect();
+    let broken: BTreeSet<u64> = contexts.into_iter().filter(|it| is_broken(*it)).collect();
+    gone.retain(|it| !broken.contains(&it.context));
+    for (contexts, bytes) in choice::needs(&gone).into_values() {
+        let (mut free, mut total) = (0usize, 0usize);
+        let mut asked = contexts.into_iter();
+        // One that does not answer will say why when its memory is brought.
+        let told = asked.any(|context| {
+            let info = || call!(mem_info, &raw mut free, &raw mut total);
+            matches!(within(context, info), Some(Ok(())))
+        });
+        if told && (free as u64) < bytes {
+            let (free, bytes) = (mib(free as u64), mib(bytes));
+            return Err(format!("the device has {free} free of {bytes}"));
+        }
+    }
+    Ok(())
 }
 
 /// What has failed on the way back.

@@ -286,8 +286,8 @@ fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<d
                     channels,
                 };
                 let controls: Box<dyn Controls> = match emulated {
-                    true => Box::new(RmControls::new(EmulatedFile::new(file)?, group)),
-                    false => Box::new(RmControls::new(DeviceFile::new(file)?, group)),
+                    true => Box::new(RmControls::new(EmulatedFile::new(file)?, group).running()),
+                    false => Box::new(RmControls::new(DeviceFile::new(file)?, group).running()),
                 };
                 return Ok((session, controls));
             }

@@ -1,6 +1,10 @@
 //! Which memory moves: no more than is lacking, by chunks of this library's blocks and by handles of the program's.
 
-use std::{cmp::Reverse, collections::BTreeMap, ffi::c_int};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+    ffi::c_int,
+};
 
 use crate::memory::space::Space;
 
@@ -129,6 +133,20 @@ pub(super) fn gone(space: &Space) -> Vec<Gone> {
         })
     });
     chunks.chain(physicals).collect()
+}
+
+/// A device's contexts with memory that is away, and its bytes.
+pub(super) type Need = (BTreeSet<u64>, u64);
+
+/// What each device needs for all that is away.
+pub(super) fn needs(gone: &[Gone]) -> BTreeMap<c_int, Need> {
+    let mut needs: BTreeMap<c_int, Need> = BTreeMap::new();
+    for it in gone {
+        let (contexts, bytes) = needs.entry(it.device).or_default();
+        contexts.insert(it.context);
+        *bytes = bytes.saturating_add(it.bytes);
+    }
+    needs
 }
 
 #[cfg(test)]

@@ -11,6 +11,26 @@ use crate::memory::{
 const MIB: u64 = 1 << 20;
 
 #[test]
+fn what_is_away_needs_room_on_each_device() {
+    let gone = |device, context, bytes| Gone {
+        key: Key::Physical(bytes),
+        at: 0,
+        bytes,
+        piece: bytes,
+        device,
+        context,
+        host: Vec::new(),
+    };
+    let all = [gone(0, 1, 10), gone(1, 2, 7), gone(0, 3, 30), gone(0, 1, 2)];
+    let expected = [
+        (0, (BTreeSet::from([1, 3]), 42)),
+        (1, (BTreeSet::from([2]), 7)),
+    ];
+    assert_eq!(needs(&all), BTreeMap::from(expected));
+    assert!(needs(&[]).is_empty());
+}
+
+#[test]
 fn cold_and_cheap_go_first_and_no_more_than_needed() {
     let good = |at, bytes, kept, cold| Good {
         key: Key::Physical(at),
