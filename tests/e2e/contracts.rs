@@ -153,6 +153,9 @@ fn doctor_tries_every_control_on_every_device() {
                 "{control:#}"
             );
         }
+        // Of the one that runs here, and so of the emulated one: RM counts.
+        let twice = "frozen twice, it is thawed twice";
+        assert!(device["controls"].to_string().contains(twice), "{device:#}");
     }
     let module = report["driver"]["module"].as_str().unwrap();
     assert!(

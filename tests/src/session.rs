@@ -6,9 +6,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_rm::{
-    Controls, Group, RmControls, emulated::EmulatedFile, layout::engine, real::DeviceFile,
-};
+use gpumux_rm::{Controls, Group, RmControls, control_file, layout::engine};
 use gpumux_wire::{Daemon, PROTOCOL, Shim, socket};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -110,18 +108,8 @@ impl Listener {
                 group,
                 channels,
             };
-            let controls: Box<dyn Controls> = if real() {
-                Box::new(RmControls::new(
-                    DeviceFile::new(file).expect("nvidiactl"),
-                    group,
-                ))
-            } else {
-                Box::new(RmControls::new(
-                    EmulatedFile::new(file).expect("a socket"),
-                    group,
-                ))
-            };
-            return (session, controls);
+            let file = control_file(file, !real()).expect("a control file");
+            return (session, Box::new(RmControls::new(file, group)));
         }
     }
 }

@@ -732,7 +732,7 @@ impl Session<'_> {
             true => RunState::Enabled,
             false => RunState::Frozen,
         };
-        let examine = move || verify(vendor, file, handles, run, emulated.as_deref());
+        let examine = move || verify(vendor, file, engine, handles, run, emulated.as_deref());
         let examined = tokio::task::spawn_blocking(examine).await;
         if shared {
             match self

@@ -13,9 +13,8 @@ use std::{
 
 use gpumux_core::{RunState, Timeslice};
 use gpumux_rm::{
-    Cause, ControlFailure, Controls, Group, RmControls,
-    emulated::EmulatedFile,
-    real::{DeviceFile, is_control_file},
+    Cause, ControlFailure, Controls, Group, RmControls, control_file, layout::engine,
+    real::is_control_file,
 };
 use rustix::{
     fs::{FileType, fstat, major, stat},
@@ -61,9 +60,9 @@ pub(crate) enum Rejection {
     NoDevice,
 }
 
-/// Makes a vendor's controls of a group from the file that came with it, and says whether the device is emulated.
+/// Makes a vendor's controls of an engine's group from the file that came with it, and says whether the device is emulated.
 pub(crate) type Vendor =
-    fn(OwnedFd, Group, Option<&Path>) -> Result<(Box<dyn Controls>, bool), Rejection>;
+    fn(OwnedFd, u32, Group, Option<&Path>) -> Result<(Box<dyn Controls>, bool), Rejection>;
 
 /// NVIDIA's, and those of the emulated device.
 ///
@@ -71,20 +70,21 @@ pub(crate) type Vendor =
 /// When the file is not one of the driver's.
 pub(crate) fn nvidia(
     file: OwnedFd,
+    engine: u32,
     group: Group,
     emulated: Option<&Path>,
 ) -> Result<(Box<dyn Controls>, bool), Rejection> {
     let real = is_control_file(&file).map_err(Rejection::File)?;
-    let controls: Box<dyn Controls> = match emulated {
-        Some(server) if !real => {
-            leads_to(&file, server).map_err(Rejection::File)?;
-            let file = EmulatedFile::new(file).map_err(Rejection::File)?;
-            Box::new(RmControls::new(file, group))
-        }
-        _ => {
-            let file = DeviceFile::new(file).map_err(Rejection::File)?;
-            Box::new(RmControls::new(file, group))
-        }
+    let server = emulated.filter(|_| !real);
+    if let Some(server) = server {
+        leads_to(&file, server).map_err(Rejection::File)?;
+    }
+    let file = control_file(file, server.is_some()).map_err(Rejection::File)?;
+    let controls = RmControls::new(file, group);
+    // Copies are never frozen.
+    let controls: Box<dyn Controls> = match engine {
+        engine::GR0 => Box::new(controls),
+        _ => Box::new(controls.running()),
     };
     Ok((controls, !real))
 }
@@ -96,12 +96,13 @@ pub(crate) fn nvidia(
 pub(crate) fn verify(
     vendor: Vendor,
     file: OwnedFd,
+    engine: u32,
     group: Group,
     run: RunState,
     emulated: Option<&Path>,
 ) -> Result<Verified, Rejection> {
     let client = group.client;
-    let (controls, emulated) = vendor(file, group, emulated)?;
+    let (controls, emulated) = vendor(file, engine, group, emulated)?;
     examine(controls, emulated, run).map_err(|rejection| match rejection {
         Rejection::Control(error) if error.cause == Cause::NotOwner => Rejection::NotOwner(client),
         other => other,

@@ -20,7 +20,7 @@ pub use controls::{
 };
 pub use status::RmStatus;
 
-use std::io;
+use std::{io, os::fd::OwnedFd};
 
 /// A file that carries an RM client's authority.
 ///
@@ -38,6 +38,29 @@ pub trait ControlFile: Send {
         cmd: u32,
         params: &mut [u8],
     ) -> Result<(), ControlError>;
+}
+
+impl ControlFile for Box<dyn ControlFile> {
+    fn control(
+        &self,
+        client: u32,
+        object: u32,
+        cmd: u32,
+        params: &mut [u8],
+    ) -> Result<(), ControlError> {
+        (**self).control(client, object, cmd, params)
+    }
+}
+
+/// A control file that a peer sent: of the emulated device, or `/dev/nvidiactl`.
+///
+/// # Errors
+/// When it is anything else.
+pub fn control_file(fd: OwnedFd, emulated: bool) -> io::Result<Box<dyn ControlFile>> {
+    Ok(match emulated {
+        true => Box::new(emulated::EmulatedFile::new(fd)?),
+        false => Box::new(real::DeviceFile::new(fd)?),
+    })
 }
 
 /// Why a control failed.

@@ -14,10 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_rm::{
-    ControlFile, Controls, Group, RmControls, capture::GroupId, emulated::EmulatedFile, layout,
-    real::DeviceFile,
-};
+use gpumux_rm::{Controls, RmControls, capture::GroupId, control_file, layout};
 use gpumux_wire::lease::{LOOK, Leased};
 
 use crate::{
@@ -282,14 +279,6 @@ fn set_free((controls, timeslice_us): &GroupControls) -> bool {
         && controls.thaw().is_ok()
 }
 
-fn controls_of<F: ControlFile + 'static>(file: F, group: Group, runs: bool) -> Box<dyn Controls> {
-    let controls = RmControls::new(file, group);
-    match runs {
-        true => Box::new(controls.running()),
-        false => Box::new(controls),
-    }
-}
-
 /// The controls of all groups. They hold descriptors that last no longer than they do.
 fn all_controls(process: &Process) -> BTreeMap<GroupId, GroupControls> {
     let picture = process.picture();
@@ -297,11 +286,12 @@ fn all_controls(process: &Process) -> BTreeMap<GroupId, GroupControls> {
         let seen = picture.group(id)?;
         let (file, kind) = picture.descriptor(seen.file)?;
         let file = file.try_clone_to_owned().ok()?;
+        let file = control_file(file, kind == Kind::Emulated).ok()?;
+        let controls = RmControls::new(file, seen.group);
         // Copies are never frozen.
-        let runs = seen.engine != layout::engine::GR0;
-        let controls = match kind {
-            Kind::Device => controls_of(DeviceFile::new(file).ok()?, seen.group, runs),
-            Kind::Emulated => controls_of(EmulatedFile::new(file).ok()?, seen.group, runs),
+        let controls: Box<dyn Controls> = match seen.engine {
+            layout::engine::GR0 => Box::new(controls),
+            _ => Box::new(controls.running()),
         };
         Some((controls, seen.timeslice_us))
     };

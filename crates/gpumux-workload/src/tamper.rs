@@ -7,7 +7,7 @@
 use std::{
     env,
     ffi::OsString,
-    io::{Error, ErrorKind},
+    io::ErrorKind,
     os::{
         fd::{AsFd, OwnedFd},
         unix::process::CommandExt,
@@ -24,8 +24,8 @@ use std::{
 
 use anyhow::{Context, bail};
 use gpumux_rm::{
-    Controls, Group, PreemptionMode, RmControls, emulated::EmulatedFile, layout::engine,
-    real::DeviceFile,
+    Controls, Group, PreemptionMode, RmControls, control_file, layout::engine,
+    real::is_control_file,
 };
 use gpumux_wire::{
     Shim,
@@ -205,15 +205,12 @@ fn learn(message: &Shim, file: &OwnedFd, known: &Known) {
         group: *group,
         channels: channels.clone(),
     };
-    let controls = || -> Result<Box<dyn Controls>, Error> {
-        let copy = || file.try_clone();
-        Ok(match DeviceFile::new(copy()?) {
-            Ok(file) => Box::new(RmControls::new(file, group)),
-            Err(_) => Box::new(RmControls::new(EmulatedFile::new(copy()?)?, group)),
-        })
-    };
-    if let Ok(controls) = controls() {
-        lock(known).push(controls);
+    let emulated = !is_control_file(file).unwrap_or_default();
+    let file = file
+        .try_clone()
+        .and_then(|file| control_file(file, emulated));
+    if let Ok(file) = file {
+        lock(known).push(Box::new(RmControls::new(file, group)));
     }
 }
 

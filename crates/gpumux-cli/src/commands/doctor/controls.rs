@@ -4,7 +4,7 @@
 //! its control file as a daemon would, and watch from its output whether it makes progress.
 
 use std::{
-    io::{BufRead, BufReader},
+    io::{self, BufRead, BufReader},
     os::fd::{AsFd, OwnedFd},
     process::{Child, Command, Stdio},
     sync::mpsc::{Receiver, channel},
@@ -13,8 +13,8 @@ use std::{
 
 use anyhow::{Context, bail};
 use gpumux_rm::{
-    Cause, ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls,
-    emulated::EmulatedFile, layout::engine, real::DeviceFile,
+    Cause, ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls, control_file,
+    layout::engine,
 };
 use gpumux_wire::{Daemon, PROTOCOL, Shim, socket};
 use rustix::{
@@ -76,6 +76,8 @@ pub(super) fn try_all(device: u32, emulated: bool) -> Vec<Control> {
 /// The program, its controls, and a line for each kernel it finished.
 struct Scratch {
     controls: Box<dyn Controls>,
+    /// Thaw once, however often the others froze.
+    once: Box<dyn Controls>,
     kernels: Receiver<String>,
     // In this order: while the program lives, its shim would miss a daemon that is gone.
     _program: Program,
@@ -122,9 +124,10 @@ impl Scratch {
             }
         });
         let program = Program(program);
-        let (session, controls) = receive(&listener, emulated)?;
+        let (session, controls, once) = receive(&listener, emulated)?;
         Ok(Self {
             controls,
+            once,
             kernels,
             _program: program,
             _session: session,
@@ -185,11 +188,7 @@ impl Scratch {
         let started = Instant::now();
         self.controls.freeze().map_err(why)?;
         let took = started.elapsed().as_micros();
-        std::thread::sleep(SETTLE);
-        while self.kernels.try_recv().is_ok() {}
-        std::thread::sleep(STILL);
-        // The program waits for each kernel. One may have been done before, and is only told now.
-        if self.kernels.try_iter().count() > 1 {
+        if self.goes_on() {
             self.controls.thaw().map_err(why)?;
             return Err("the driver accepts it, but the program goes on".into());
         }
@@ -201,7 +200,29 @@ impl Scratch {
         self.controls.thaw().map_err(why)?;
         let took = started.elapsed().as_micros();
         self.progress()?;
-        Ok(format!("it runs again; {took} µs"))
+        for _ in 0..2 {
+            self.controls.freeze().map_err(why)?;
+        }
+        self.once.thaw().map_err(why)?;
+        let enough = self.goes_on();
+        self.controls.thaw().map_err(why)?;
+        self.progress()?;
+        let twice = match enough {
+            true => "once",
+            false => "twice",
+        };
+        Ok(format!(
+            "it runs again; {took} µs; frozen twice, it is thawed {twice}"
+        ))
+    }
+
+    /// Whether the program goes on after a control that lets it run, or not.
+    fn goes_on(&self) -> bool {
+        std::thread::sleep(SETTLE);
+        while self.kernels.try_recv().is_ok() {}
+        std::thread::sleep(STILL);
+        // The program waits for each kernel. One may have been done before, and is only told now.
+        self.kernels.try_iter().count() > 1
     }
 
     fn progress(&self) -> Result<(), String> {
@@ -236,8 +257,11 @@ fn why(error: ControlFailure) -> String {
     error.to_string()
 }
 
+/// The program's session, its controls, and such that do not know what the first ones did.
+type Received = (OwnedFd, Box<dyn Controls>, Box<dyn Controls>);
+
 /// Plays the daemon until the program's compute group is known.
-fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<dyn Controls>)> {
+fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<Received> {
     let deadline = Instant::now() + START;
     wait(listener, deadline)?;
     let session = rustix::net::accept(listener)?;
@@ -285,11 +309,13 @@ fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<d
                     group,
                     channels,
                 };
-                let controls: Box<dyn Controls> = match emulated {
-                    true => Box::new(RmControls::new(EmulatedFile::new(file)?, group).running()),
-                    false => Box::new(RmControls::new(DeviceFile::new(file)?, group).running()),
-                };
-                return Ok((session, controls));
+                let files = [file.try_clone()?, file];
+                let controls = files.map(|file| -> io::Result<Box<dyn Controls>> {
+                    let file = control_file(file, emulated)?;
+                    Ok(Box::new(RmControls::new(file, group.clone()).running()))
+                });
+                let [controls, once] = controls;
+                return Ok((session, controls?, once?));
             }
             _ => {}
         }

@@ -41,7 +41,7 @@ impl Controls for Queue {
 
 /// A node of that vendor, and a process whose queue it is asked to control.
 async fn node(mechanism: Mechanism) -> (Node, OwnedFd) {
-    let vendor: Vendor = |_, _: Group, _| Ok((Box::new(Queue), true));
+    let vendor: Vendor = |_, _, _: Group, _| Ok((Box::new(Queue), true));
     let node = Node::of(vendor, 64, mechanism).await;
     let device = crate::devices::Known {
         uuid: DEVICE.into(),
