@@ -12,6 +12,8 @@ use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId,
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
 pub(super) const GRACE: Micros = Micros::from_millis(5);
+/// What a domain received is averaged over so many µs: some tokens of a language model, a few tens of short requests.
+const RECEIVED: f64 = 250_000.0;
 
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
 /// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
@@ -82,6 +84,12 @@ pub(super) struct Track {
     pub(super) since: Micros,
     /// A latency domain that ran so far ahead that it must wait until it is level.
     pub(super) exhausted: bool,
+    /// The part of the device that it received lately, [`RECEIVED`] back or so; of a domain without work, before it paused.
+    #[serde(default)]
+    pub(super) received_part: f64,
+    /// A latency domain that takes what it can get.
+    #[serde(default)]
+    pub(super) greedy: bool,
     wait: Option<Wait>,
     /// Since when its gang runs.
     runs: Option<Micros>,
@@ -180,6 +188,7 @@ impl Memory {
             let got = domain.received.saturating_sub(track.received).0 as f64;
             let got = got.min(elapsed);
             track.received = track.received.max(domain.received);
+            track.receive(got, elapsed, now);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
@@ -331,8 +340,19 @@ impl Track {
             used: 0.0,
             since: Micros::ZERO,
             exhausted: false,
+            received_part: 0.0,
+            greedy: false,
             wait: None,
             runs: None,
+        }
+    }
+
+    /// What it received in the last `elapsed` µs. In a pause that is longer than [`RECEIVED`] nothing is known of what it would take.
+    fn receive(&mut self, got: f64, elapsed: f64, now: Micros) {
+        let paused = !self.node.wants && self.node.left + Micros(RECEIVED as u64) < now;
+        if elapsed > 0.0 && !paused {
+            let kept = (-elapsed / RECEIVED).exp();
+            self.received_part = kept * self.received_part + (1.0 - kept) * got / elapsed;
         }
     }
 }

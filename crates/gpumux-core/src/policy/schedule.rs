@@ -60,6 +60,8 @@ const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
 const MIN_STEP_US: f64 = 2_000.0;
 /// A domain that has paused for longer is not expected back soon.
 const PAUSE: Micros = Micros::from_millis(100);
+/// A latency domain takes what it can get while it receives at least the first part of its share; it is found to from the second on.
+const GREEDY: (f64, f64) = (0.5, 0.75);
 /// A latency domain may run ahead by this at least: a freeze costs about as much.
 const MIN_BURST_US: f64 = 1_000.0;
 /// The part of its objective that a request may wait for one timeslice of the owner, and the longest such
@@ -154,11 +156,15 @@ impl<D: Division> Policy for Shared<D> {
         let slices = match stage.rotates {
             true => {
                 stage.bursts(memory);
+                let together = stage.together(&self.division, snapshot, memory);
                 stage.choose_owner(memory);
                 stage.ask_for_budgets();
                 stage.separate(memory, &snapshot.gangs);
                 stage.ask_for_level(memory);
-                stage.rotating_slices(&self.division, snapshot)
+                match together {
+                    Some(shares) => stage.slices_together(&shares),
+                    None => stage.rotating_slices(&self.division, snapshot),
+                }
             }
             false => {
                 memory.clear();
@@ -231,7 +237,7 @@ fn request(largest: f64, relative: f64) -> f64 {
 /// How a domain gets at the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// All are enabled, and timeslices are in proportion to shares.
+    /// All such are enabled, and timeslices are in proportion to shares.
     Slices,
     /// A latency domain within its entitlement: it takes the device at once.
     Preempting,
@@ -409,6 +415,45 @@ impl<'a> Stage<'a> {
                 });
             }
         }
+    }
+
+    /// Whether latency domains contend that all take what they can get, so that none has short requests for which the device must be taken from the
+    /// others at once. Timeslices divide it among them: one uses the gaps of the other, and none waits for whole quanta. Then it returns the shares of
+    /// all that had work lately.
+    fn together(
+        &mut self,
+        division: &dyn Division,
+        snapshot: &Snapshot,
+        memory: &mut Memory,
+    ) -> Option<Vec<f64>> {
+        if !self.several() {
+            return None;
+        }
+        let shares = self.shares_lately(division, snapshot);
+        let (mut greedy, mut others) = (0, 0);
+        for (index, actor) in self.cast.iter().enumerate() {
+            if actor.class() != Class::Latency || !self.lately(actor) || actor.held() {
+                continue;
+            }
+            let track = &mut memory.domains[index];
+            let (least, most) = GREEDY;
+            let part = track.received_part / shares[index].max(1e-9);
+            track.greedy = part >= most || track.greedy && part >= least;
+            match track.greedy || actor.domain.demand == Demand::Unknown {
+                true => greedy += 1,
+                false => others += 1,
+            }
+        }
+        if greedy < 2 || others > 0 || !snapshot.gangs.is_empty() {
+            return None;
+        }
+        for (index, actor) in self.cast.iter_mut().enumerate() {
+            if actor.class() == Class::Latency {
+                (actor.way, actor.changes_in) = (Way::Slices, None);
+                (actor.exhausted, memory.domains[index].exhausted) = (false, false);
+            }
+        }
+        Some(shares)
     }
 
     /// Asks for a plan when a latency domain will have run ahead by its burst, or will be level. The budgets of those that wait for
@@ -665,6 +710,34 @@ impl<'a> Stage<'a> {
         self.cast.iter().zip(&shares).map(slice).collect()
     }
 
+    /// The timeslices of latency domains that share by them, and of the owner among the others, which has the shares of all of those.
+    fn slices_together(&self, shares: &[f64]) -> Vec<Timeslice> {
+        let is_latency = |actor: &Actor| actor.class() == Class::Latency;
+        let lately = || {
+            let all = self.cast.iter().zip(shares);
+            all.filter(|(actor, _)| self.lately(actor))
+        };
+        let others = lately().filter(|(actor, _)| !is_latency(actor));
+        let of_owner: f64 = others.map(|(_, share)| share).sum();
+        let latency = lately().filter(|(actor, _)| is_latency(actor));
+        let mut round_of: Vec<f64> = latency.map(|(_, share)| *share).collect();
+        round_of.extend(Some(of_owner).filter(|share| *share > 0.0));
+        let most = round_of.iter().copied().fold(1e-9, f64::max);
+        let objectives = self.cast.iter().filter_map(|it| it.claim.objective);
+        let longest = objectives
+            .min()
+            .map_or(MAX_ROUND_US, |it| it.0 as f64 / PATIENCE as f64);
+        let round = self
+            .tuning
+            .round(self.costs, &round_of, false)
+            .min(longest / most);
+        let slice = |(actor, share): (&Actor, &f64)| match is_latency(actor) {
+            true => timeslice(share * round),
+            false => timeslice(of_owner * round),
+        };
+        self.cast.iter().zip(shares).map(slice).collect()
+    }
+
     /// Whether a domain has work or had some lately: short pauses issue no controls.
     fn lately(&self, actor: &Actor) -> bool {
         actor.idle_for(self.now) < self.tuning.recent
@@ -699,11 +772,8 @@ impl<'a> Stage<'a> {
             .collect();
         let only_batch = self.cast.iter().all(|it| it.class() == Class::Batch);
         let round = self.tuning.round(self.costs, &lately, only_batch);
-        let slice = |share: f64| (share * round).max(MIN_SLICE_US) + RESTORE_US;
-        shares
-            .into_iter()
-            .map(|share| Timeslice((slice(share) as u64).min(Timeslice::MAX.0)))
-            .collect()
+        let slices = shares.into_iter().map(|share| timeslice(share * round));
+        slices.collect()
     }
 
     /// Whether a domain may run, and why.
@@ -727,6 +797,11 @@ impl<'a> Stage<'a> {
             _ => (Frozen, "waits for its quantum"),
         }
     }
+}
+
+/// A timeslice for so many µs of work.
+fn timeslice(work: f64) -> Timeslice {
+    Timeslice(((work.max(MIN_SLICE_US) + RESTORE_US) as u64).min(Timeslice::MAX.0))
 }
 
 /// A snapshot's domains.

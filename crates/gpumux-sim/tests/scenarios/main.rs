@@ -23,6 +23,8 @@ const ALL: &[(&str, &str)] = scenarios![
     "eager+train-8ms",
     "eager-12ms+train",
     "eager-pauses+train",
+    "engines-3",
+    "engines-3-graphs",
     "everybody-latency",
     "everybody-latency-20",
     "gang",
@@ -256,6 +258,23 @@ fn a_latency_tenant_that_always_has_work_leaves_the_guarantees() {
             train.received_of_used >= 0.98 * train.guaranteed,
             "{train:?}"
         );
+    }
+}
+
+/// Each has gaps that the others can use, and none waits for whole quanta.
+#[test]
+fn busy_latency_tenants_beside_each_other_lose_nothing_to_time_slicing() {
+    for name in ["engines-3", "engines-3-graphs"] {
+        let report = play(name);
+        let (sliced, own) = (
+            mode(&report, Mode::TimeSlicing),
+            mode(&report, Mode::Gpumux),
+        );
+        for (sliced, own) in sliced.tenants.iter().zip(&own.tenants) {
+            let p99 = |it: &TenantReport| it.latency.expect("requests").p99_ms;
+            assert!(own.rate >= sliced.rate, "{name}: {own:?} {sliced:?}");
+            assert!(p99(own) <= 1.1 * p99(sliced), "{name}: {own:?} {sliced:?}");
+        }
     }
 }
 

@@ -81,6 +81,87 @@ fn launch_bound_program_keeps_its_share_by_timeslices() {
     assert_eq!(shape(&got)[0], (1_000_000, Enabled), "too short");
 }
 
+/// Latency domains that take what they can get, from the first plan on for a second.
+fn greedy(classes: &[Class]) -> (Snapshot, Memory) {
+    let domains = (0..classes.len() as u64).map(|id| domain(id + 1, id));
+    let mut now = snapshot(classes, domains.collect());
+    let mut memory = Memory::default();
+    for ms in 0..=1000 {
+        now.now = Micros::from_millis(ms);
+        plan(&now, &mut memory);
+        for domain in &mut now.domains[..2] {
+            domain.received += Micros(500);
+        }
+    }
+    (now, memory)
+}
+
+#[test]
+fn busy_latency_tenants_share_by_timeslices() {
+    let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
+    let shared = [(3_789, Enabled), (3_789, Enabled)];
+    assert_eq!(shape(&plan(&now, &mut memory)), shared);
+    // A pause between two tokens changes nothing, nor does one between two sequences.
+    for pause in [5, 5_000] {
+        let (mut now, mut memory) = (now.clone(), memory.clone());
+        now.domains[0].demand = Demand::Idle;
+        now.domains[0].demand_since = now.now;
+        plan(&now, &mut memory);
+        now.now = now.now + Micros::from_millis(pause);
+        now.domains[1].received += Micros::from_millis(pause);
+        plan(&now, &mut memory);
+        now.domains[0].demand = Demand::Busy;
+        now.domains[0].demand_since = now.now;
+        assert_eq!(shape(&plan(&now, &mut memory)), shared, "{pause} ms");
+    }
+    now.tenants[0].spec.weight = 3.0;
+    let slices = plan(&now, &mut memory).domains;
+    let work = |it: &DomainPlan| it.timeslice.0 as f64 - RESTORE_US;
+    assert!((work(&slices[0]) / work(&slices[1]) - 3.0).abs() < 0.01);
+    // A tenth of an objective is the longest timeslice.
+    now.tenants[1].spec.latency_objective_us = Some(10_000);
+    let slices = plan(&now, &mut memory).domains;
+    assert_eq!(slices[0].timeslice.0, 1_000 + RESTORE_US as u64);
+}
+
+#[test]
+fn busy_latency_tenants_leave_the_owner_the_others_shares() {
+    let (now, mut memory) = greedy(&[Class::Latency, Class::Latency, Class::Batch, Class::Batch]);
+    let got = plan(&now, &mut memory);
+    let work = |it: &DomainPlan| it.timeslice.0 as f64 - RESTORE_US;
+    let runs: Vec<f64> = got
+        .domains
+        .iter()
+        .filter(|it| it.run == Enabled)
+        .map(work)
+        .collect();
+    assert_eq!(runs.len(), 3, "{:?}", shape(&got));
+    let owner = runs[2] / runs.iter().sum::<f64>();
+    assert!((owner - 0.05).abs() < 0.001, "the floor: {owner}");
+}
+
+#[test]
+fn short_requests_take_the_device_from_busy_latency_tenants() {
+    let (mut now, mut memory) = greedy(&[Class::Latency; 3]);
+    now.domains[2].demand_since = now.now;
+    let at_once = [(1_000_000, Enabled)];
+    assert_eq!(shape(&plan(&now, &mut memory))[2..], at_once);
+    let runs = |plan: &Plan| plan.domains.iter().filter(|it| it.run == Enabled).count();
+    assert_eq!(runs(&plan(&now, &mut memory)), 2, "it, and the owner");
+    now.domains[2].demand = Demand::Idle;
+    now.domains[2].demand_since = now.now;
+    let got = plan(&now, &mut memory);
+    assert_eq!(runs(&got), 2);
+    // Until it has sent none for a second.
+    let end = now.now + Tuning::default().recent;
+    assert!(got.next <= Some(end));
+    now.now = end;
+    for domain in &mut now.domains[..2] {
+        domain.received += Micros::from_millis(500);
+    }
+    assert_eq!(runs(&plan(&now, &mut memory)), 3);
+}
+
 #[test]
 fn standard_tenants_share_by_slices_that_cost_five_percent() {
     let mut two = snapshot(&[Class::Standard; 2], vec![domain(1, 0), domain(2, 1)]);
