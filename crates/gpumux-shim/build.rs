@@ -41,7 +41,15 @@ fn rows(out: &mut String) -> std::fmt::Result {
     for it in entry_points().filter(EntryPoint::hooked) {
         let (symbol, name, version) = (it.symbol, it.name, it.version);
         let flags = if it.per_thread() { 2 } else { 0 };
-        writeln!(out, "    {symbol} c{symbol:?} c{name:?} {version} {flags};")?;
+        let again = match (it.room, it.class) {
+            (false, _) => "No",
+            (true, Class::Submit | Class::Copy | Class::SubmitAndCopy) => "UnlessCapturing",
+            (true, _) => "Yes",
+        };
+        writeln!(
+            out,
+            "    {symbol} c{symbol:?} c{name:?} {version} {flags} {again};"
+        )?;
     }
     writeln!(out, "}}")
 }

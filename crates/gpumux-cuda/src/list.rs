@@ -59,6 +59,8 @@ pub struct EntryPoint {
     pub class: Class,
     /// The preloaded library has a function of its own for it; else that follows from the class.
     pub own: bool,
+    /// The driver may take device memory of its own for it. A call that finds none has done nothing, and may be made again.
+    pub room: bool,
 }
 
 impl EntryPoint {
@@ -74,14 +76,22 @@ impl EntryPoint {
 
     fn read(line: &'static str) -> Option<Self> {
         let mut words = line.split(' ');
-        let entry = Self {
+        let mut entry = Self {
             symbol: words.next()?,
             name: words.next()?,
             version: words.next()?.parse().ok()?,
             arguments: words.next().map(|it| it.trim_start_matches('-'))?,
             class: Class::named(words.next()?)?,
-            own: words.next().is_some_and(|it| it == "own"),
+            own: false,
+            room: false,
         };
+        for word in words {
+            match word {
+                "own" => entry.own = true,
+                "room" => entry.room = true,
+                _ => return None,
+            }
+        }
         entry
             .arguments
             .bytes()
@@ -116,6 +126,7 @@ mod tests {
         assert_eq!(once, symbols);
         assert!(EntryPoint::read("cuNewAsync cuNewAsync 14000 iis ?").is_none());
         assert!(EntryPoint::read("cuNewAsync cuNewAsync 14000 iix copy").is_none());
+        assert!(EntryPoint::read("cuNewAsync cuNewAsync 14000 iis copy ours").is_none());
     }
 
     #[test]
@@ -123,8 +134,28 @@ mod tests {
         let all: BTreeMap<&str, EntryPoint> = entry_points().map(|it| (it.symbol, it)).collect();
         for twin in all.values().filter(|it| it.per_thread()) {
             let plain = all[&twin.symbol[..twin.symbol.len() - "_ptsz".len()]];
-            let of = |it: EntryPoint| (it.name, it.arguments, it.class, it.own);
+            let of = |it: EntryPoint| (it.name, it.arguments, it.class, it.own, it.room);
             assert_eq!(of(*twin), of(plain), "{}", twin.symbol);
+        }
+    }
+
+    #[test]
+    fn room_is_for_calls_that_make_something_or_submit_it() {
+        const ENDS: [&str; 6] = ["Destroy", "Free", "Release", "Reset", "Unload", "Unmap"];
+        for it in entry_points().filter(|it| it.room) {
+            let makes = [
+                Class::Gate,
+                Class::Submit,
+                Class::Copy,
+                Class::SubmitAndCopy,
+            ];
+            assert!(makes.contains(&it.class), "{}", it.symbol);
+            assert!(
+                !ENDS.iter().any(|end| it.name.contains(end)),
+                "{}",
+                it.symbol
+            );
+            assert!(!it.name.starts_with("cuMemcpy"), "{}", it.symbol);
         }
     }
 

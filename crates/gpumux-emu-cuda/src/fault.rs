@@ -104,19 +104,8 @@ pub(crate) fn call(function: &str) -> Option<c_int> {
     let plan = PLAN.as_ref()?;
     let number = plan.count(At::Call);
     let calls = plan.faults.iter().filter(|it| it.fault.at == At::Call);
-    for it in calls.filter(|it| it.is_due(function, number)) {
-        let signal = match it.fault.kind {
-            Kind::Kill => Signal::KILL,
-            Kind::Stop => Signal::STOP,
-            Kind::Delay => {
-                await_removal();
-                continue;
-            }
-            _ => return Some(CuError::OUT_OF_MEMORY.0),
-        };
-        let _ = kill_process(getpid(), signal);
-    }
-    None
+    let fails = strike(calls.filter(|it| it.is_due(function, number)));
+    fails.then_some(CuError::OUT_OF_MEMORY.0)
 }
 
 /// A call of NVML that a fault names begins: whether it is to fail. Calls of the driver that have no name in the fault are counted
@@ -124,8 +113,13 @@ pub(crate) fn call(function: &str) -> Option<c_int> {
 pub(crate) fn nvml_call(function: &str) -> bool {
     let faults = PLAN.iter().flat_map(|plan| &plan.faults);
     let named = faults.filter(|it| it.fault.at == At::Call && it.fault.function.is_some());
+    strike(named.filter(|it| it.is_due(function, 0)))
+}
+
+/// A call begins for which these are due: whether it is to fail. It counts for all of them.
+fn strike<'a>(due: impl Iterator<Item = &'a Counted>) -> bool {
     let mut fails = false;
-    for it in named.filter(|it| it.is_due(function, 0)) {
+    for it in due {
         match it.fault.kind {
             Kind::Delay => await_removal(),
             Kind::Kill => drop(kill_process(getpid(), Signal::KILL)),
@@ -176,5 +170,12 @@ mod tests {
         assert!(!faults[0].is_due("cuMemMap", 1));
         assert!(!faults[0].is_due("cuMemUnmap", 2));
         assert!(faults[0].is_due("cuMemMap", 3));
+    }
+
+    #[test]
+    fn call_that_fails_counts_for_later_faults() {
+        let faults = parse("fail@1:cuMemMap,fail@2:cuMemMap").unwrap();
+        let fails = |_| strike(faults.iter().filter(|it| it.is_due("cuMemMap", 0)));
+        assert_eq!([1, 2, 3].map(fails), [true, true, false]);
     }
 }

@@ -29,7 +29,7 @@ const PER_THREAD: usize = 2;
 pub(crate) const HIGHEST_PRIORITY: i8 = -5;
 
 /// A stream is made of device memory: where less than this is free, the driver answers that there is none (seen on a full H200; how
-/// much it needs is not known).
+/// much it needs is not known, and it takes what the profile has).
 const STREAM: usize = 2 << 20;
 
 /// Copies from memory that is not pinned take up to so many bytes at once, so that the program can go on. The compute group
@@ -46,6 +46,8 @@ pub(crate) struct Stream {
     pub(crate) priority: i8,
     /// Its part of a capture.
     pub(crate) capture: Arc<Slot>,
+    /// What it takes of the device.
+    memory: Option<u64>,
 }
 
 static STREAMS: Registry<Stream> = Registry::new();
@@ -58,6 +60,7 @@ impl Stream {
             flags,
             priority,
             capture: Arc::default(),
+            memory: None,
         }
     }
 
@@ -69,6 +72,7 @@ impl Stream {
             flags: BLOCKING,
             priority: 0,
             capture: of.capture,
+            memory: None,
         })
     }
 
@@ -148,13 +152,27 @@ pub(crate) fn create(flags: u32, priority: i32) -> Result<usize> {
         return Err(CuError::OUT_OF_MEMORY);
     }
     let priority = priority.clamp(HIGHEST_PRIORITY.into(), 0) as i8;
-    Ok(STREAMS.add(Arc::new(Stream::new(&context, flags, priority))))
+    let memory = match context.device.info.stream_memory {
+        0 => None,
+        bytes => Some(memory::alloc(
+            context.device.index,
+            context.handle(),
+            bytes,
+        )?),
+    };
+    Ok(STREAMS.add(Arc::new(Stream {
+        memory,
+        ..Stream::new(&context, flags, priority)
+    })))
 }
 
 pub(crate) fn destroy(handle: usize) -> Result {
     let stream = STREAMS.remove(handle)?;
     if let Ok(context) = stream.context() {
         context.end_stream(stream.id);
+        if let Some(memory) = stream.memory {
+            memory::free(memory)?;
+        }
     }
     Ok(())
 }

@@ -26,6 +26,8 @@ pub struct Profile {
     pub reserved_memory: Option<u64>,
     /// Bytes that every context occupies. Measured: about 520 MiB.
     pub context_memory: u64,
+    /// Bytes that every stream occupies that the program makes. Not measured.
+    pub stream_memory: u64,
     /// For how many ms after its end a process's memory stays taken. On an H200, 119 GiB were still taken after 188 ms.
     pub release_ms: u64,
     /// Compute capability.
@@ -90,6 +92,7 @@ impl Default for Profile {
             memory: 80 << 30,
             reserved_memory: None,
             context_memory: 520 << 20,
+            stream_memory: 0,
             release_ms: 200,
             compute_capability: (9, 0),
             clock_khz: 1_755_000,
@@ -188,6 +191,9 @@ impl Profile {
         if self.context_memory > self.memory {
             return wrong("context_memory", &self.context_memory, "at most `memory`");
         }
+        if self.stream_memory > self.memory {
+            return wrong("stream_memory", &self.stream_memory, "at most `memory`");
+        }
         if self.release_ms > 60_000 {
             return wrong("release_ms", &self.release_ms, "at most 60000");
         }
@@ -221,6 +227,7 @@ impl Profile {
             uuid: self.uuid(index),
             pci_bus: Self::pci_bus(index),
             memory: self.memory,
+            stream_memory: self.stream_memory,
             reserved_memory: self.reserved_memory.unwrap_or(self.memory / 232),
             sms: self.hardware.sms,
             compute_capability: self.compute_capability,
@@ -315,6 +322,7 @@ mod tests {
             ("[hardware]\nwarps = 1", "warps"),
             ("[controls]\nfreeze_us = [2, 1]", "controls.freeze_us"),
             ("context_memory = 99999999999999", "context_memory"),
+            ("stream_memory = 99999999999999", "stream_memory"),
         ] {
             let error = Profile::parse(text).unwrap_err().to_string();
             assert!(error.contains(key), "{error}");

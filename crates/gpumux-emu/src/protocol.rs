@@ -182,6 +182,8 @@ pub struct DeviceInfo {
     pub pci_bus: u32,
     /// Bytes of memory.
     pub memory: u64,
+    /// Bytes that a stream takes of it.
+    pub stream_memory: u64,
     /// Bytes that NVML counts beyond these.
     pub reserved_memory: u64,
     /// Streaming multiprocessors.

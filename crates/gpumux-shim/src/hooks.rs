@@ -39,6 +39,7 @@ use crate::{
         native::{self, ArrayShape, FlatShape},
         physical,
         pools::{self, PoolProperties},
+        room::{self, Again},
         shown,
         vmm::Access,
     },
@@ -267,7 +268,7 @@ fn passes(name: &CStr, version: c_int, per_thread: bool) -> bool {
 
 /// The table of hooked functions.
 macro_rules! rows {
-    ($($symbol:ident $text:literal $name:literal $version:literal $flags:literal;)*) => {
+    ($($symbol:ident $text:literal $name:literal $version:literal $flags:literal $again:ident;)*) => {
         #[allow(non_camel_case_types, clippy::enum_variant_names)]
         #[derive(Clone, Copy)]
         enum Id { $($symbol),* }
@@ -278,6 +279,9 @@ macro_rules! rows {
             ask: ($name, $version, $flags),
             asked: AtomicPtr::new(ptr::null_mut()),
         }),*];
+
+        /// Which of them are made again once there is room.
+        const AGAIN: [Again; ROWS.len()] = [$(Again::$again),*];
     };
 }
 
@@ -312,7 +316,7 @@ macro_rules! hook {
             $(#[allow(unused_variables)] let $own = $which;)?
             // SAFETY: the program's own call.
             let $real = || unsafe { function($($arg),*) };
-            let call = || $body;
+            let call = || room::call(const { AGAIN[Id::$name as usize] }, || $body);
             if trace::calls() {
                 let result = call();
                 trace::called(stringify!($name), &[$((stringify!($arg), &$arg)),*], result);
@@ -475,16 +479,17 @@ hooks! {
     cuDevicePrimaryCtxReset(device: CUdevice) (real) => allocate::release_primary(device, real);
     cuDevicePrimaryCtxReset_v2(device: CUdevice) (real) => allocate::release_primary(device, real);
 
-    // Which group is whose.
-    cuCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
-    cuCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
-    cuCtxCreate_v3(out: *mut CUcontext, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
-    cuCtxCreate_v4(out: *mut CUcontext, params: *mut c_void, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
-    cuDevicePrimaryCtxRetain(out: *mut CUcontext, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
-    cuGLCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
-    cuGLCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { allocate::create_context(out, device, real) };
-    cuVDPAUCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice, display: u64, address: *mut c_void) (real) => unsafe { allocate::create_context(out, device, real) };
-    cuVDPAUCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice, display: u64, address: *mut c_void) (real) => unsafe { allocate::create_context(out, device, real) };
+    // Which group is whose, and how much room a context takes.
+    cuGreenCtxCreate(out: *mut CUcontext, resources: *mut c_void, device: CUdevice, flags: c_uint) (real) => room::for_context(device, || gate::through(real));
+    cuCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { room::create_context(out, device, real) };
+    cuCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { room::create_context(out, device, real) };
+    cuCtxCreate_v3(out: *mut CUcontext, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) (real) => unsafe { room::create_context(out, device, real) };
+    cuCtxCreate_v4(out: *mut CUcontext, params: *mut c_void, flags: c_uint, device: CUdevice) (real) => unsafe { room::create_context(out, device, real) };
+    cuDevicePrimaryCtxRetain(out: *mut CUcontext, device: CUdevice) (real) => unsafe { room::create_context(out, device, real) };
+    cuGLCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { room::create_context(out, device, real) };
+    cuGLCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { room::create_context(out, device, real) };
+    cuVDPAUCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice, display: u64, address: *mut c_void) (real) => unsafe { room::create_context(out, device, real) };
+    cuVDPAUCtxCreate_v2(out: *mut CUcontext, flags: c_uint, device: CUdevice, display: u64, address: *mut c_void) (real) => unsafe { room::create_context(out, device, real) };
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ pub(crate) mod physical;
 pub(crate) mod pools;
 pub(crate) mod ranges;
 pub(crate) mod reclaim;
+pub(crate) mod room;
 pub(crate) mod shown;
 pub(crate) mod space;
 pub(crate) mod swap;

@@ -72,6 +72,117 @@ fn programs_that_start_at_once_find_room_for_their_contexts() {
     idler.kill();
 }
 
+/// The driver takes memory that no program asks for.
+#[test]
+fn programs_find_room_for_their_streams_and_code() {
+    const PROGRAM: &str = r#"
+PTX = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .global .align 8 .b8 data[16777216];
+"""
+use_device()
+for _ in range(2):
+    stream, module = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuStreamCreate", ctypes.byref(stream), 1)
+    call("cuModuleLoadData", ctypes.byref(module), PTX)
+print("made", flush=True)
+input()
+"#;
+    if real() {
+        return eprintln!("SKIPPED: the device is too large to fill in a test");
+    }
+    let node = Node::with(Options {
+        profile: "memory = 268435456\ncontext_memory = 8388608\nstream_memory = 16777216",
+        ..Options::default()
+    });
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
+    let idler = Process::start(&mut node.tenant("--name idler", idle));
+    node.wait_tenant("idler", |it| bytes(it, "in_use") >= 150 << 20);
+    let mut all = ["one", "two"]
+        .map(|name| Process::start(&mut node.tenant(&format!("--name {name}"), &program)));
+    for one in &mut all {
+        one.wait_lines(1);
+    }
+    for mut one in all {
+        one.write("\n");
+        one.finish_within(PATIENCE).ok();
+    }
+    idler.kill();
+}
+
+/// A launch that the driver refused once runs once. One into a capture is not made again, since its failure may have spoiled that.
+#[test]
+fn call_without_driver_memory_is_made_again_if_that_is_safe() {
+    const PROGRAM: &str = r#"
+import sys
+PTX = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry count(.param .u64 at)
+{
+    .reg .u32 %value;
+    .reg .u64 %at;
+    ld.param.u64 %at, [at];
+    ld.global.u32 %value, [%at];
+    add.u32 %value, %value, 1;
+    st.global.u32 [%at], %value;
+    ret;
+}
+"""
+use_device()
+module, count, stream, graph, ready = (ctypes.c_void_p() for _ in range(5))
+at, value = ctypes.c_uint64(), ctypes.c_uint32()
+error = cuda.cuModuleLoadData(ctypes.byref(module), PTX)
+print(error, flush=True)
+if error:
+    sys.exit()
+call("cuModuleGetFunction", ctypes.byref(count), module, b"count")
+call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(4))
+call("cuMemsetD32_v2", at, 0, ctypes.c_size_t(1))
+call("cuStreamCreateWithPriority", ctypes.byref(stream), 1, 0)
+arguments = (ctypes.c_void_p * 1)(ctypes.addressof(at))
+launch = lambda: cuda.cuLaunchKernel(count, 1, 1, 1, 1, 1, 1, 0, stream, arguments, None)
+assert launch() == 0
+call("cuStreamBeginCapture_v2", stream, 0)
+assert [launch(), launch()] == [2, 0]
+call("cuStreamEndCapture", stream, ctypes.byref(graph))
+call("cuGraphInstantiateWithFlags", ctypes.byref(ready), graph, ctypes.c_uint64(0))
+call("cuGraphLaunch", ready, stream)
+call("cuCtxSynchronize")
+call("cuMemcpyDtoH_v2", ctypes.byref(value), at, ctypes.c_size_t(4))
+assert value.value == 2, value
+"#;
+    const FAULTS: [&str; 7] = [
+        "fail@1:cuModuleLoadData",
+        "fail@2:cuModuleLoadData",
+        "fail@1:cuStreamCreateWithPriority",
+        "fail@1:cuLaunchKernel",
+        "fail@3:cuLaunchKernel",
+        "fail@1:cuGraphInstantiateWithFlags",
+        "fail@1:cuGraphLaunch",
+    ];
+    if real() {
+        return eprintln!("SKIPPED: a real device does not fail at will");
+    }
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    // A program that does not wait for memory has one attempt more than it makes.
+    for (policy, error) in [("swap-others", "0"), ("fail", "2")] {
+        let options = format!("--memory-policy {policy}");
+        let mut command = node.tenant(&options, &program);
+        command.env("GPUMUX_EMU_FAULT", FAULTS.join(","));
+        assert_eq!(command.run().ok().out.trim(), error, "{policy}");
+    }
+}
+
 #[test]
 fn a_sleeper_that_is_killed_leaves_nothing() {
     let node = Node::start();

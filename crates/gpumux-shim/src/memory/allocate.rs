@@ -28,8 +28,8 @@ use crate::{
         native::{count_native, give_natives, release_native},
         physical, pools, ranges,
         space::{
-            self, Native, Space, batch, current_device, defer, drop_spares, find, give,
-            known_device, let_go, off, settle, take, tell_with, with,
+            self, Native, Space, batch, current_device, defer, drop_spares, find, give, let_go,
+            off, settle, take, tell_with, with,
         },
         swap,
         vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
@@ -41,8 +41,6 @@ use crate::{
 const SMALL: u64 = 1 << 20;
 /// Alignment of small allocations and of rows: the driver's own.
 const UNIT: u64 = 512;
-/// Room for a context: more than one takes at first (526 MiB on an H200, driver 580.159.04). Of a small device, an eighth at most.
-const CONTEXT: u64 = 640 << 20;
 /// After so many failures to map, the driver's own calls are made at once.
 const MAX_FAILURES: u32 = 3;
 
@@ -556,40 +554,6 @@ pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> C
             .try_for_each(|(at, bytes)| vmm::grant(at, bytes, reached))
     });
     granted.err().unwrap_or(result)
-}
-
-/// Makes a context of a device. Where that has no room for one, because others fill it, they are moved until it has.
-///
-/// # Safety
-/// `out` must be what the program passed.
-pub(crate) unsafe fn create_context(
-    out: *mut CUcontext,
-    device: c_int,
-    real: impl Fn() -> CUresult,
-) -> CUresult {
-    // SAFETY: the caller's.
-    let make = || unsafe { work::create_context(out, || gate::through(&real)) };
-    let result = make();
-    if result != OUT_OF_MEMORY || off() || gate::is_nested() || !lease::is_managed() {
-        return result;
-    }
-    let total = known_device(device)
-        .and_then(|device| with(|space| Some(space.devices.get(&device)?.total)));
-    let room = CONTEXT.min(total.unwrap_or(0) / 8);
-    let made = in_time(None, || {
-        // It is counted as a context once there is one.
-        if room == 0 || !take(device, room, false) {
-            return Err(Refused::ByAccounting);
-        }
-        let result = make();
-        give(device, room, false);
-        space::trim();
-        match result {
-            SUCCESS => Ok(()),
-            error => Err(Refused::ByDriver(error)),
-        }
-    });
-    made.map_or_else(Refused::error, |()| SUCCESS)
 }
 
 /// Gives back all that is granted and not used.
