@@ -20,7 +20,9 @@
 //! - all others *rotate*: they have the shortest timeslice, 1 µs, and of those with work exactly one is enabled, the *owner* of the current
 //!   *quantum*. The others are frozen, and so are those that paused within the last 100 ms: they may be back before the next look;
 //! - a latency domain that has run for 10 ms without a pause rotates, too, if there are others of its class, which then preempt it. Within its
-//!   burst it goes before lower classes all the same.
+//!   burst it goes before lower classes all the same;
+//! - latency domains that all receive most of their shares share by timeslices: none of them has short requests, for which the device would be taken
+//!   from the others at once, and each can use the gaps of the others. The owner beside them has a timeslice for the shares of all that rotate.
 //!
 //! # Lag
 //! The module `lag` counts for each user, tenant and domain the device time that it was entitled to while it wanted the device, less the

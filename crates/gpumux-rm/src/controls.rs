@@ -1,15 +1,21 @@
 //! The controls: what the driver does to one channel group on request.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::{
+    io,
+    os::fd::OwnedFd,
+    sync::atomic::{AtomicU32, Ordering},
+};
 
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::{
     ControlError, ControlFile, RmStatus,
+    emulated::EmulatedFile,
     layout::{
         DisableChannelsParams, GidInfoParams, InterleaveParams, PreemptionModeParams,
         TimesliceParams, cmd,
     },
+    real::DeviceFile,
 };
 
 /// Handles of one channel group, all of one RM client.
@@ -190,6 +196,17 @@ fn lacks<T>(control: &'static str) -> Result<T, ControlFailure> {
     Err(ControlFailure::new(control, Cause::Unsupported, why))
 }
 
+/// A control file that a peer sent: of the emulated device, or `/dev/nvidiactl`.
+///
+/// # Errors
+/// When it is anything else.
+pub fn control_file(fd: OwnedFd, emulated: bool) -> io::Result<Box<dyn ControlFile>> {
+    Ok(match emulated {
+        true => Box::new(EmulatedFile::new(fd)?),
+        false => Box::new(DeviceFile::new(fd)?),
+    })
+}
+
 /// How often a group's channels may have been disabled by others before it is controlled: by each daemon that met it without its memory,
 /// twice.
 const BEFORE: u32 = 16;
@@ -355,7 +372,7 @@ impl<F: ControlFile> Controls for RmControls<F> {
 
 #[cfg(test)]
 mod tests {
-    use std::{io, sync::Arc};
+    use std::sync::Arc;
 
     use super::*;
 

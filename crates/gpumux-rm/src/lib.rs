@@ -16,11 +16,11 @@ pub mod real;
 mod status;
 
 pub use controls::{
-    Cause, ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls,
+    Cause, ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls, control_file,
 };
 pub use status::RmStatus;
 
-use std::{io, os::fd::OwnedFd};
+use std::io;
 
 /// A file that carries an RM client's authority.
 ///
@@ -50,17 +50,6 @@ impl ControlFile for Box<dyn ControlFile> {
     ) -> Result<(), ControlError> {
         (**self).control(client, object, cmd, params)
     }
-}
-
-/// A control file that a peer sent: of the emulated device, or `/dev/nvidiactl`.
-///
-/// # Errors
-/// When it is anything else.
-pub fn control_file(fd: OwnedFd, emulated: bool) -> io::Result<Box<dyn ControlFile>> {
-    Ok(match emulated {
-        true => Box::new(emulated::EmulatedFile::new(fd)?),
-        false => Box::new(real::DeviceFile::new(fd)?),
-    })
 }
 
 /// Why a control failed.
