@@ -107,7 +107,7 @@ fn busy_latency_tenants_share_by_timeslices() {
         now.domains[0].demand = Demand::Idle;
         now.domains[0].demand_since = now.now;
         plan(&now, &mut memory);
-        now.now = now.now + Micros::from_millis(pause);
+        now.now += Micros::from_millis(pause);
         now.domains[1].received += Micros::from_millis(pause);
         plan(&now, &mut memory);
         now.domains[0].demand = Demand::Busy;
