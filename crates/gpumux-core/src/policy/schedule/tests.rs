@@ -99,7 +99,7 @@ fn greedy(classes: &[Class]) -> (Snapshot, Memory) {
 #[test]
 fn busy_latency_tenants_share_by_timeslices() {
     let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
-    let shared = [(3_789, Enabled), (3_789, Enabled)];
+    let shared = [(2_029, Enabled), (2_029, Enabled)];
     assert_eq!(shape(&plan(&now, &mut memory)), shared);
     // A pause between two tokens changes nothing, nor does one between two sequences.
     for pause in [5, 5_000] {
