@@ -84,7 +84,7 @@ pub(super) struct Track {
     pub(super) since: Micros,
     /// A latency domain that ran so far ahead that it must wait until it is level.
     pub(super) exhausted: bool,
-    /// The part of the device that it received lately, [`RECEIVED`] back or so; of a domain without work, before it paused.
+    /// The part of the device that it received lately, [`RECEIVED`] back or so; while it has no work, before it paused.
     #[serde(default)]
     pub(super) received_part: f64,
     /// A latency domain that takes what it can get.
@@ -188,7 +188,7 @@ impl Memory {
             let got = domain.received.saturating_sub(track.received).0 as f64;
             let got = got.min(elapsed);
             track.received = track.received.max(domain.received);
-            track.receive(got, elapsed, now);
+            track.receive(got, elapsed);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
@@ -302,6 +302,9 @@ impl Memory {
             let mut next = Node::default();
             next.add(it);
             let whole = tenants[track.parent].share;
+            if it.wants && !track.node.wants {
+                track.resume(now);
+            }
             track.node.take(&next, whole, now, most);
         }
         self.level();
@@ -347,13 +350,18 @@ impl Track {
         }
     }
 
-    /// What it received in the last `elapsed` µs. In a pause that is longer than [`RECEIVED`] nothing is known of what it would take.
-    fn receive(&mut self, got: f64, elapsed: f64, now: Micros) {
-        let paused = !self.node.wants && self.node.left + Micros(RECEIVED as u64) < now;
-        if elapsed > 0.0 && !paused {
+    /// What it received in the last `elapsed` µs. A pause counts when it is over: before, it is not known whether the domain has little work, or none for now.
+    fn receive(&mut self, got: f64, elapsed: f64) {
+        if self.node.wants {
             let kept = (-elapsed / RECEIVED).exp();
-            self.received_part = kept * self.received_part + (1.0 - kept) * got / elapsed;
+            self.received_part = kept * self.received_part + (1.0 - kept) * got / elapsed.max(1.0);
         }
+    }
+
+    /// Its pause is over. A long one counts as one of [`RECEIVED`].
+    fn resume(&mut self, now: Micros) {
+        let pause = now.saturating_sub(self.node.left).0 as f64;
+        self.received_part *= (-(pause / RECEIVED).min(1.0)).exp();
     }
 }
 

@@ -124,6 +124,32 @@ fn busy_latency_tenants_share_by_timeslices() {
     assert_eq!(slices[0].timeslice.0, 1_000 + RESTORE_US as u64);
 }
 
+/// However often it is planned meanwhile.
+#[test]
+fn short_requests_are_never_taken_for_a_busy_tenant() {
+    for (pause, step) in [(20, 20), (300, 300), (300, 10), (5_000, 5_000)] {
+        let (mut now, mut memory) = greedy(&[Class::Latency; 3]);
+        for _ in 0..500 {
+            let third = now.domains.last_mut().expect("three");
+            (third.demand, third.demand_since) = (Demand::Busy, now.now);
+            plan(&now, &mut memory);
+            now.now += Micros::from_millis(1);
+            let third = now.domains.last_mut().expect("three");
+            third.received += Micros::from_millis(1);
+            (third.demand, third.demand_since) = (Demand::Idle, now.now);
+            let got = plan(&now, &mut memory);
+            assert_eq!(shape(&got)[2].0, 1_000_000, "{pause} ms");
+            for _ in 0..pause / step {
+                for domain in &mut now.domains[..2] {
+                    domain.received += Micros::from_millis(step / 2);
+                }
+                now.now += Micros::from_millis(step);
+                plan(&now, &mut memory);
+            }
+        }
+    }
+}
+
 #[test]
 fn busy_latency_tenants_leave_the_owner_the_others_shares() {
     let (now, mut memory) = greedy(&[Class::Latency, Class::Latency, Class::Batch, Class::Batch]);
