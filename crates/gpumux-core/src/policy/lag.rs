@@ -316,6 +316,25 @@ impl Memory {
         }
     }
 
+    /// Timeslices keep the shares of these domains, so that none of them owns a quantum. What is owed stays within `most`: they do that roughly.
+    pub(super) fn leave_to_timeslices(&mut self, ids: impl Iterator<Item = DomainId>, most: f64) {
+        for id in ids {
+            self.owner = self.owner.filter(|owner| owner.id != id);
+            let track = self.domains.iter_mut().find(|track| track.id == id);
+            track.into_iter().for_each(|it| it.exhausted = false);
+        }
+        let tracks = self.domains.iter_mut().map(|track| {
+            track.lag = track.lag.clamp(-most, most);
+            &mut track.node
+        });
+        let users = self.users.iter_mut().map(|it| &mut it.node);
+        let tenants = self.tenants.iter_mut().map(|it| &mut it.node);
+        users
+            .chain(tenants)
+            .chain(tracks)
+            .for_each(|node| node.lag = node.lag.clamp(-most, most));
+    }
+
     /// Forgets what each domain is owed: timeslices alone keep the shares.
     pub(super) fn clear(&mut self) {
         self.owner = None;

@@ -162,7 +162,7 @@ impl<D: Division> Policy for Shared<D> {
                 stage.separate(memory, &snapshot.gangs);
                 stage.ask_for_level(memory);
                 match together {
-                    Some(shares) => stage.slices_together(&shares),
+                    Some(together) => stage.slices_together(&together),
                     None => stage.rotating_slices(&self.division, snapshot),
                 }
             }
@@ -304,6 +304,16 @@ impl Actor<'_> {
     }
 }
 
+/// How latency domains share by timeslices.
+struct Together {
+    /// The shares of all that had work lately.
+    shares: Vec<f64>,
+    /// The sum of those that rotate.
+    others: f64,
+    /// In µs.
+    round: f64,
+}
+
 /// All domains while a plan is made.
 struct Stage<'a> {
     now: Micros,
@@ -421,47 +431,73 @@ impl<'a> Stage<'a> {
     }
 
     /// Whether latency domains contend that all take what they can get, so that none has short requests for which the device must be taken from the
-    /// others at once. Timeslices divide it among them: one uses the gaps of the other, and none waits for whole quanta. Then it returns the shares of
-    /// all that had work lately.
+    /// others at once. Timeslices divide it among them: one uses the gaps of the other, and none waits for whole quanta. Nothing but these keeps the
+    /// shares then, so all of them must be such that they can.
     fn together(
         &mut self,
         division: &dyn Division,
         snapshot: &Snapshot,
         memory: &mut Memory,
-    ) -> Option<Vec<f64>> {
-        if !self.several() {
+    ) -> Option<Together> {
+        let is_latency = |actor: &Actor| actor.class() == Class::Latency;
+        let limited = self
+            .cast
+            .iter()
+            .any(|it| is_latency(it) && it.claim.limit < 1.0);
+        if !self.several() || limited || !snapshot.gangs.is_empty() {
             return None;
         }
         let shares = self.shares_lately(division, snapshot);
-        let (mut greedy, mut others) = (0, 0);
+        let (mut among, mut running, mut others) = (Vec::new(), 0.0, 0.0);
         for (index, actor) in self.cast.iter().enumerate() {
-            if actor.class() != Class::Latency || !self.lately(actor) || actor.held() {
+            if !self.lately(actor) || actor.held() {
+                continue;
+            }
+            let share = shares[index];
+            if !is_latency(actor) {
+                others += share;
                 continue;
             }
             let track = &mut memory.domains[index];
             let (least, most) = GREEDY;
-            let part = track.received_part / shares[index].max(1e-9);
+            let part = track.received_part / share.max(1e-9);
             track.greedy = part >= most || track.greedy && part >= least;
-            match track.greedy || actor.domain.demand == Demand::Unknown {
-                true => greedy += 1,
-                false => others += 1,
+            if !track.greedy && actor.domain.demand != Demand::Unknown {
+                return None;
             }
+            among.push(share);
+            running += if actor.runnable() { share } else { 0.0 };
         }
-        if greedy < 2 || others > 0 || !snapshot.gangs.is_empty() {
+        if among.len() < 2 {
             return None;
         }
-        for (index, actor) in self.cast.iter_mut().enumerate() {
-            if actor.class() == Class::Latency {
-                (actor.way, actor.changes_in) = (Way::Slices, None);
-                (actor.exhausted, memory.domains[index].exhausted) = (false, false);
-            }
+        among.extend(Some(others).filter(|share| *share > 0.0));
+        let round = self.round_together(&among)?;
+        self.pace = (others / (others + running).max(1e-9)).max(1e-3);
+        for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
+            (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);
         }
-        let others = self.cast.iter().zip(&shares);
-        let others =
-            others.filter(|(actor, _)| actor.class() != Class::Latency && self.lately(actor));
-        let pace: f64 = others.map(|(_, share)| share).sum();
-        self.pace = pace.max(1e-3);
-        Some(shares)
+        let ids = self.cast.iter().filter(|it| is_latency(it));
+        memory.leave_to_timeslices(ids.map(|it| it.domain.id), self.quantum);
+        Some(Together {
+            shares,
+            others,
+            round,
+        })
+    }
+
+    /// A round of timeslices that are the driver's own on average: longer ones cost fewer switches, but a program that waits for its own waits longer. None
+    /// if one of these shares cannot be had so, within objectives and quanta.
+    fn round_together(&self, shares: &[f64]) -> Option<f64> {
+        let least = shares.iter().copied().fold(1.0, f64::min).max(1e-9);
+        let most = shares.iter().copied().fold(1e-9, f64::max);
+        let objectives = self.cast.iter().filter_map(|it| it.claim.objective);
+        let longest = objectives
+            .min()
+            .map_or(self.quantum, |it| (it.0 / PATIENCE) as f64);
+        let own = (Timeslice::DEFAULT.0 as f64 - RESTORE_US) * shares.len() as f64;
+        let round = own.min(longest / most).max(MIN_SLICE_US / least);
+        (round * most <= longest + 1.0).then_some(round)
     }
 
     /// Asks for a plan when a latency domain will have run ahead by its burst, or will be level. The budgets of those that wait for
@@ -718,29 +754,13 @@ impl<'a> Stage<'a> {
         self.cast.iter().zip(&shares).map(slice).collect()
     }
 
-    /// The timeslices of latency domains that share by them, and of the owner among the others, which has the shares of all of those. They are the driver's
-    /// own on average: a longer one costs fewer switches, but a program that waits for one keeps the others waiting for theirs.
-    fn slices_together(&self, shares: &[f64]) -> Vec<Timeslice> {
-        let is_latency = |actor: &Actor| actor.class() == Class::Latency;
-        let lately = self.cast.iter().zip(shares);
-        let lately = lately.filter(|(actor, _)| self.lately(actor) && is_latency(actor));
-        let owns = self.cast.iter().any(|actor| actor.owns);
-        let mut among: Vec<f64> = lately.map(|(_, share)| *share).collect();
-        among.extend(Some(self.pace).filter(|_| owns));
-        let least = among.iter().copied().fold(1.0, f64::min).max(1e-9);
-        let most = among.iter().copied().fold(1e-9, f64::max);
-        let objectives = self.cast.iter().filter_map(|it| it.claim.objective);
-        let longest = objectives
-            .min()
-            .map_or(MAX_ROUND_US, |it| (it.0 / PATIENCE) as f64);
-        let round = (among.len() as f64 * MAX_PATIENCE as f64)
-            .max(MIN_SLICE_US / least)
-            .min(longest / most);
-        let slice = |(actor, share): (&Actor, &f64)| match is_latency(actor) {
-            true => timeslice(share * round),
-            false => timeslice(self.pace * round),
+    /// The timeslices of latency domains that share by them, and of the owner among the others, which has the shares of all of those.
+    fn slices_together(&self, together: &Together) -> Vec<Timeslice> {
+        let slice = |(actor, share): (&Actor, &f64)| match actor.class() {
+            Class::Latency => timeslice(share * together.round),
+            _ => timeslice(together.others * together.round),
         };
-        self.cast.iter().zip(shares).map(slice).collect()
+        self.cast.iter().zip(&together.shares).map(slice).collect()
     }
 
     /// Whether a domain has work or had some lately: short pauses issue no controls.

@@ -140,7 +140,7 @@ async fn a_tenant_from_its_making_to_its_end() {
     assert_eq!(changed.class, Class::Latency);
     // Two of which nothing tells that they have short requests share by timeslices.
     for name in ["train", "server"] {
-        let tenant = daemon.until(name, sliced(2_029)).await;
+        let tenant = daemon.until(name, sliced(2_048)).await;
         assert!(!tenant.domains[0].frozen, "{tenant:?}");
     }
 

@@ -3,7 +3,7 @@
 //! That takes device memory for which no program asks, so that none was moved for it. Where there is none, the call is made again
 //! once the accounting has room: it has failed, so nothing was made. Which calls those are says the list of entry points.
 
-use std::ffi::c_int;
+use std::{ffi::c_int, time::Duration};
 
 use crate::{
     ground::{
@@ -13,7 +13,7 @@ use crate::{
     },
     memory::{
         attempt::{self, Refused, in_time},
-        space::{self, current_device, give, known_device, off, take, with},
+        space::{self, current_device, give, known_device, off, take_within, with},
         vmm::OUT_OF_MEMORY,
     },
     work,
@@ -23,6 +23,9 @@ use crate::{
 const CONTEXT: u64 = 640 << 20;
 /// Room for anything else at first. What it takes is not known: each further attempt has twice as much, up to a context's.
 const FIRST: u64 = 64 << 20;
+
+/// How long such a call waits for room: others' memory moves in less. A context waits as an allocation does.
+const WAIT: Duration = Duration::from_secs(30);
 
 /// Which calls are made again.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -45,17 +48,21 @@ pub(crate) fn call(again: Again, call: impl Fn() -> CUresult) -> CUresult {
 
 #[cold]
 fn repeat(again: Again, call: &dyn Fn() -> CUresult) -> CUresult {
-    if again == Again::UnlessCapturing && is_capturing_anywhere() {
+    let spoils = || again == Again::UnlessCapturing && is_capturing_anywhere();
+    if spoils() {
         return OUT_OF_MEMORY;
     }
-    with_room(current_device, FIRST, call)
+    with_room(current_device, (FIRST, WAIT), &|| match spoils() {
+        true => OUT_OF_MEMORY,
+        false => call(),
+    })
 }
 
 /// Makes a call again that has found no memory. Others' memory moves where the accounting has no room either. Not inside the gate, as this
 /// may wait for that.
 fn with_room(
     device: impl FnOnce() -> Option<c_int>,
-    first: u64,
+    (first, wait): (u64, Duration),
     call: &dyn Fn() -> CUresult,
 ) -> CUresult {
     // A call that the driver makes itself may be under a lock of its own: nothing may be waited for.
@@ -69,7 +76,7 @@ fn with_room(
     let most = CONTEXT.min(total / 8);
     let mut room = first.min(most);
     let made = in_time(None, || {
-        if !take(device, room, false) {
+        if !take_within(wait, device, room, false) {
             return Err(Refused::ByAccounting);
         }
         let made = attempt::make(None, || match call() {
@@ -103,7 +110,7 @@ pub(crate) unsafe fn create_context(
 /// Makes the program's call, which takes as much of a device as a context.
 pub(crate) fn for_context(device: c_int, call: impl Fn() -> CUresult) -> CUresult {
     match call() {
-        OUT_OF_MEMORY => with_room(|| known_device(device), CONTEXT, &call),
+        OUT_OF_MEMORY => with_room(|| known_device(device), (CONTEXT, lease::ANSWER), &call),
         result => result,
     }
 }

@@ -99,7 +99,7 @@ fn greedy(classes: &[Class]) -> (Snapshot, Memory) {
 #[test]
 fn busy_latency_tenants_share_by_timeslices() {
     let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
-    let shared = [(2_029, Enabled), (2_029, Enabled)];
+    let shared = [(2_048, Enabled), (2_048, Enabled)];
     assert_eq!(shape(&plan(&now, &mut memory)), shared);
     // A pause between two tokens changes nothing, nor does one between two sequences.
     for pause in [5, 5_000] {
@@ -118,10 +118,19 @@ fn busy_latency_tenants_share_by_timeslices() {
     let slices = plan(&now, &mut memory).domains;
     let work = |it: &DomainPlan| it.timeslice.0 as f64 - RESTORE_US;
     assert!((work(&slices[0]) / work(&slices[1]) - 3.0).abs() < 0.01);
-    // A tenth of an objective is the longest timeslice.
-    now.tenants[1].spec.latency_objective_us = Some(10_000);
-    let slices = plan(&now, &mut memory).domains;
-    assert_eq!(slices[0].timeslice.0, 1_000 + RESTORE_US as u64);
+    // A tenth of an objective is the longest timeslice, if the shares can be had so.
+    let slices_with = |objective, limit| {
+        let (mut now, mut memory) = (now.clone(), memory.clone());
+        now.tenants[1].spec.latency_objective_us = Some(objective);
+        now.tenants[0].spec.limit = limit;
+        plan(&now, &mut memory).domains
+    };
+    let slices = slices_with(18_000, 1.0);
+    assert!((work(&slices[0]) - 1_800.0).abs() <= 1.0);
+    assert!((work(&slices[0]) / work(&slices[1]) - 3.0).abs() < 0.01);
+    let rotates = |slices: &[DomainPlan]| slices.iter().any(|it| it.run == Frozen);
+    assert!(rotates(&slices_with(10_000, 1.0)));
+    assert!(rotates(&slices_with(18_000, 0.6)), "a limit is one of time");
 }
 
 /// However often it is planned meanwhile.
@@ -164,6 +173,42 @@ fn busy_latency_tenants_leave_the_owner_the_others_shares() {
     assert_eq!(runs.len(), 3, "{:?}", shape(&got));
     let owner = runs[2] / runs.iter().sum::<f64>();
     assert!((owner - 0.05).abs() < 0.001, "the floor: {owner}");
+    // While those pause it has the whole device, and its quantum ends as always.
+    let (mut now, mut memory) = (now, memory);
+    for domain in &mut now.domains[..2] {
+        (domain.demand, domain.demand_since) = (Demand::Idle, now.now);
+    }
+    let quantum = Tuning::default().quantum(&now.costs, [(UserId::default(), Class::Batch)]);
+    let soon = now.now + Micros(2 * quantum as u64);
+    assert!(plan(&now, &mut memory).next <= Some(soon));
+}
+
+/// Shares may differ for a while from those that timeslices give, as in pauses.
+#[test]
+fn busy_latency_tenants_owe_each_other_little() {
+    let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
+    for _ in 0..600 {
+        now.now += Micros::from_millis(100);
+        now.domains[0].received += Micros::from_millis(90);
+        now.domains[1].received += Micros::from_millis(9 + 20);
+        plan(&now, &mut memory);
+    }
+    let lags = now.domains.iter().map(|it| memory.lag(it.id).abs());
+    assert!(lags.fold(0.0, f64::max) <= 3.0 * 50_400.0);
+}
+
+#[test]
+fn idle_latency_tenant_has_no_part_of_the_owners_timeslice() {
+    let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
+    // It owned a quantum while they rotated.
+    memory.owner = Some(Owner {
+        id: now.domains[0].id,
+        borrowed: false,
+        over: false,
+    });
+    (now.domains[0].demand, now.domains[0].demand_since) = (Demand::Idle, now.now);
+    let got = plan(&now, &mut memory);
+    assert_eq!(shape(&got), [(2_048, Enabled), (2_048, Enabled)]);
 }
 
 #[test]
