@@ -13,8 +13,7 @@ use std::{
 
 use gpumux_core::{RunState, Timeslice};
 use gpumux_rm::{
-    Cause, ControlFailure, Controls, Group, RmControls, control_file, layout::engine,
-    real::is_control_file,
+    Cause, ControlFailure, Controls, Group, RmControls, control_file, real::is_control_file,
 };
 use rustix::{
     fs::{FileType, fstat, major, stat},
@@ -80,13 +79,7 @@ pub(crate) fn nvidia(
         leads_to(&file, server).map_err(Rejection::File)?;
     }
     let file = control_file(file, server.is_some()).map_err(Rejection::File)?;
-    let controls = RmControls::new(file, group);
-    // Copies are never frozen.
-    let controls: Box<dyn Controls> = match engine {
-        engine::GR0 => Box::new(controls),
-        _ => Box::new(controls.running()),
-    };
-    Ok((controls, !real))
+    Ok((Box::new(RmControls::of(engine, file, group)), !real))
 }
 
 /// Examines a group, which does as `run` says from then on. Takes as long as a few controls: not for the event loop.

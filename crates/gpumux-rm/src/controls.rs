@@ -13,7 +13,7 @@ use crate::{
     emulated::EmulatedFile,
     layout::{
         DisableChannelsParams, GidInfoParams, InterleaveParams, PreemptionModeParams,
-        TimesliceParams, cmd,
+        TimesliceParams, cmd, engine,
     },
     real::DeviceFile,
 };
@@ -234,6 +234,15 @@ impl<F: ControlFile> RmControls<F> {
             group,
             disabled: AtomicU32::new(BEFORE),
             others: BEFORE,
+        }
+    }
+
+    /// Controls of an engine's group. Nothing freezes those of copies.
+    pub fn of(engine: u32, file: F, group: Group) -> Self {
+        let controls = Self::new(file, group);
+        match engine {
+            engine::GR0 => controls,
+            _ => controls.running(),
         }
     }
 

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_rm::{Controls, RmControls, capture::GroupId, control_file, layout};
+use gpumux_rm::{Controls, RmControls, capture::GroupId, control_file};
 use gpumux_wire::lease::{LOOK, Leased};
 
 use crate::{
@@ -287,12 +287,7 @@ fn all_controls(process: &Process) -> BTreeMap<GroupId, GroupControls> {
         let (file, kind) = picture.descriptor(seen.file)?;
         let file = file.try_clone_to_owned().ok()?;
         let file = control_file(file, kind == Kind::Emulated).ok()?;
-        let controls = RmControls::new(file, seen.group);
-        // Copies are never frozen.
-        let controls: Box<dyn Controls> = match seen.engine {
-            layout::engine::GR0 => Box::new(controls),
-            _ => Box::new(controls.running()),
-        };
+        let controls: Box<dyn Controls> = Box::new(RmControls::of(seen.engine, file, seen.group));
         Some((controls, seen.timeslice_us))
     };
     let groups = picture.groups();

@@ -323,31 +323,27 @@ impl Memory {
             let track = self.domains.iter_mut().find(|track| track.id == id);
             track.into_iter().for_each(|it| it.exhausted = false);
         }
-        let tracks = self.domains.iter_mut().map(|track| {
+        for track in &mut self.domains {
             track.lag = track.lag.clamp(-most, most);
-            &mut track.node
-        });
-        let users = self.users.iter_mut().map(|it| &mut it.node);
-        let tenants = self.tenants.iter_mut().map(|it| &mut it.node);
-        users
-            .chain(tenants)
-            .chain(tracks)
+        }
+        self.nodes()
             .for_each(|node| node.lag = node.lag.clamp(-most, most));
     }
 
     /// Forgets what each domain is owed: timeslices alone keep the shares.
     pub(super) fn clear(&mut self) {
         self.owner = None;
-        let tracks = self.domains.iter_mut().map(|track| {
+        for track in &mut self.domains {
             (track.lag, track.used, track.exhausted) = (0.0, 0.0, false);
-            &mut track.node
-        });
+        }
+        self.nodes().for_each(|node| node.lag = 0.0);
+    }
+
+    fn nodes(&mut self) -> impl Iterator<Item = &mut Node> {
         let users = self.users.iter_mut().map(|it| &mut it.node);
         let tenants = self.tenants.iter_mut().map(|it| &mut it.node);
-        users
-            .chain(tenants)
-            .chain(tracks)
-            .for_each(|node| node.lag = 0.0);
+        let domains = self.domains.iter_mut().map(|it| &mut it.node);
+        users.chain(tenants).chain(domains)
     }
 }
 
