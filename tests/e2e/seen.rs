@@ -5,6 +5,7 @@ mod page;
 use std::{fs, process::Command};
 
 use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, binary, wait_for};
+use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::REQUESTS;
@@ -163,10 +164,14 @@ fn progress_that_a_program_reports_is_shown() {
 import sys
 sys.path.insert(0, sys.argv[1])
 import gpumux
+print("begins", flush=True)
+sys.stdin.readline()
 use_device()
-for tokens in (40, 0, -3, 2):
+for tokens in (40, 0, -3):
     gpumux.progress(tokens)
 print("reported", flush=True)
+sys.stdin.readline()
+gpumux.progress(2)
 sys.stdin.readline()
 "#;
     let node = Node::start();
@@ -177,5 +182,12 @@ sys.stdin.readline()
     let words = format!("{program} {folder}");
     let mut serve = Process::start(&mut node.tenant("--name serve", &words));
     serve.wait_lines(1);
+    // It reports before the daemon knows of it.
+    node.daemon().signal(Signal::STOP);
+    serve.write("\n");
+    serve.wait_lines(2);
+    node.daemon().signal(Signal::CONT);
+    node.wait_tenant("serve", |it| it["progress"] == 40);
+    serve.write("\n");
     node.wait_tenant("serve", |it| it["progress"] == 42);
 }

@@ -29,7 +29,14 @@ use rustix::{
 };
 
 use crate::{
-    ground::{context::within, gate, guard, lease, notice::say, own::OwnFd, ranks, wait::wait},
+    ground::{
+        context::{self, within},
+        gate, guard, lease,
+        notice::say,
+        own::OwnFd,
+        ranks,
+        wait::wait,
+    },
     memory::{allocate, elastic, ipc, keep, pools, reclaim, space},
     mover::MoverThread,
     process::{Agent, Picture, Process},
@@ -283,6 +290,7 @@ impl Session {
                     let lease = lease.map(Leased::open).transpose()?;
                     lease::set_revision(lease.as_ref().map_or(0, Leased::revision));
                     (self.rescue).begin(self.process, self.shared, lease)?;
+                    context::taken();
                     return Ok((session, memory));
                 }
                 Ok(Some((Daemon::Welcome { protocol, .. }, _))) => {

@@ -3,7 +3,7 @@
 use std::{
     ffi::c_int,
     ptr,
-    sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence},
 };
 
 use gpumux_wire::page::Page;
@@ -23,10 +23,12 @@ static PAGE: AtomicPtr<Page> = AtomicPtr::new(ptr::null_mut());
 /// a capture.
 static CAPTURES: AtomicUsize = AtomicUsize::new(0);
 
-/// What was counted before there was a page.
+/// Whether a daemon has ever taken the page. It counts from what it finds there.
+static TAKEN: AtomicBool = AtomicBool::new(false);
+/// What was counted before that.
 static EARLY: Early = Early([const { AtomicU64::new(0) }; 3]);
 
-/// Counts that wait for a page: progress that the program reported, collectives, and the bytes that they send.
+/// Counts that wait for a daemon: progress that the program reported, collectives, and the bytes that they send.
 struct Early([AtomicU64; 3]);
 
 impl Early {
@@ -35,7 +37,7 @@ impl Early {
         for (count, more) in self.0.iter().zip(counts).filter(|it| it.1 > 0) {
             count.fetch_add(more, Ordering::Relaxed);
         }
-        // Either this sees the page, or `set_page` sees the counts.
+        // Either this sees that it is taken, or `taken` sees the counts.
         fence(Ordering::SeqCst);
         if let Some(page) = page() {
             self.move_to(page);
@@ -55,23 +57,35 @@ impl Early {
 
 /// The program reports so many units of its own as done.
 pub(crate) fn add_progress(units: u64) {
-    EARLY.add([units, 0, 0], page);
+    EARLY.add([units, 0, 0], taken_page);
 }
 
 /// A collective that sends so many bytes was called.
 pub(crate) fn add_collective(bytes: u64) {
-    EARLY.add([0, 1, bytes], page);
+    EARLY.add([0, 1, bytes], taken_page);
 }
 
 /// From now on work is counted in this page.
 pub(crate) fn set_page(page: &'static Page) {
     PAGE.store(ptr::from_ref(page).cast_mut(), Ordering::Release);
+}
+
+/// A daemon has taken the page: what waited for that is in its counts now.
+pub(crate) fn taken() {
+    TAKEN.store(true, Ordering::Release);
     fence(Ordering::SeqCst);
-    EARLY.move_to(page);
+    if let Some(page) = page() {
+        EARLY.move_to(page);
+    }
+}
+
+fn taken_page() -> Option<&'static Page> {
+    page().filter(|_| TAKEN.load(Ordering::Acquire))
 }
 
 /// Work is counted no longer. Whether it was.
 pub(crate) fn take_page() -> bool {
+    TAKEN.store(false, Ordering::Release);
     EARLY.take();
     !PAGE.swap(ptr::null_mut(), Ordering::AcqRel).is_null()
 }
@@ -156,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_before_there_is_a_page_are_not_lost() {
+    fn counts_before_the_page_is_taken_are_not_lost() {
         let early = Early([const { AtomicU64::new(0) }; 3]);
         let page = Page::create().unwrap().0;
         early.add([40, 0, 0], || None);
