@@ -182,7 +182,7 @@ sys.stdin.readline()
     let words = format!("{program} {folder}");
     let mut serve = Process::start(&mut node.tenant("--name serve", &words));
     serve.wait_lines(1);
-    // It reports before the daemon knows of it.
+    // It reports before its session begins.
     node.daemon().signal(Signal::STOP);
     serve.write("\n");
     serve.wait_lines(2);
