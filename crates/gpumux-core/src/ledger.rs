@@ -395,6 +395,18 @@ impl HostPool {
         self.kept.get(&session).copied().unwrap_or(0)
     }
 
+    /// What is left when each of these keeps at least the first.
+    ///
+    /// # Errors
+    /// When there is no room for all of them.
+    pub fn room_after(&self, needs: &BTreeMap<u64, (u64, u64)>) -> Result<u64, HostFull> {
+        let (kept, limit) = (self.kept(), self.limit);
+        let more = |(id, (need, _)): (&u64, &(u64, u64))| need.saturating_sub(self.kept_by(*id));
+        let need = (needs.iter().map(more)).fold(0u64, |sum, it| sum.saturating_add(it));
+        let room = limit.saturating_sub(kept).checked_sub(need);
+        room.ok_or(HostFull { need, kept, limit })
+    }
+
     /// Lets each of these keep at least the first, and, as far as there is room, the second in whole pieces: what moves goes in
     /// blocks, of which the last may be more than is needed. Says how much each may keep at most.
     ///
@@ -405,21 +417,7 @@ impl HostPool {
         needs: &BTreeMap<u64, (u64, u64)>,
         piece: u64,
     ) -> Result<BTreeMap<u64, u64>, HostFull> {
-        let kept = self.kept();
-        let more = |(id, (need, _)): (&u64, &(u64, u64))| need.saturating_sub(self.kept_by(*id));
-        let need = needs
-            .iter()
-            .map(more)
-            .fold(0u64, |sum, it| sum.saturating_add(it));
-        let mut room = self
-            .limit
-            .saturating_sub(kept)
-            .checked_sub(need)
-            .ok_or(HostFull {
-                need,
-                kept,
-                limit: self.limit,
-            })?;
+        let mut room = self.room_after(needs)?;
         let mut most = BTreeMap::new();
         for (id, (need, want)) in needs {
             let own = self.kept_by(*id);

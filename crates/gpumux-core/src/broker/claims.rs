@@ -658,8 +658,10 @@ impl Broker {
             () if entitled => borrowed,
             () => 0,
         };
+        // Others would have to let go of host memory first.
+        let fits = self.fits_host(id, uuid, bytes.min(missing));
         let order = (
-            tenant.failures > 0,
+            tenant.failures > 0 || !fits,
             !away,
             !idle,
             std::cmp::Reverse(tenant.terms.class),

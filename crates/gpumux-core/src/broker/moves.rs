@@ -54,11 +54,7 @@ impl Broker {
             }
         };
         let least = self.apportion(&processes, &parts);
-        let nothing = ("", 0);
-        let needs = |(process, least): (&ProcessId, &u64)| {
-            (process.0, self.host_needs(*process, *least, nothing))
-        };
-        let host = least.iter().map(needs).collect();
+        let host = self.all_host_needs(&least);
         let host = self.host.reserve(&host, HOST_PIECE)?;
         let orders: BTreeMap<ProcessId, (u64, u64)> = (least.into_iter())
             .map(|(process, least)| (process, (least, host.get(&process.0).copied().unwrap_or(0))))
@@ -120,6 +116,24 @@ impl Broker {
             all.fold(0, u64::saturating_add)
         };
         (needs(least), needs(u64::MAX))
+    }
+
+    fn all_host_needs(&self, least: &BTreeMap<ProcessId, u64>) -> BTreeMap<u64, (u64, u64)> {
+        let nothing = ("", 0);
+        let needs = |(process, least): (&ProcessId, &u64)| {
+            (process.0, self.host_needs(*process, *least, nothing))
+        };
+        least.iter().map(needs).collect()
+    }
+
+    /// Whether the host has room for so much of what a tenant has of a device.
+    pub(super) fn fits_host(&self, id: TenantId, uuid: &str, bytes: u64) -> bool {
+        let most = bytes.saturating_mul(self.accounting.uuids().count() as u64);
+        self.host.kept().saturating_add(most) <= self.host.limit() || {
+            let parts = BTreeMap::from([(uuid.to_owned(), bytes)]);
+            let least = self.apportion(&self.processes_of(id), &parts);
+            self.host.room_after(&self.all_host_needs(&least)).is_ok()
+        }
     }
 
     /// A process asks for more while it makes host memory for a move: what it is granted may move too. Whether the host has room

@@ -268,6 +268,27 @@ pub(crate) fn a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_
     ));
 }
 
+/// Others would have to let go of host memory first, which takes as long as their calls of the driver.
+#[test]
+pub(crate) fn victim_for_which_the_host_has_room_is_moved_before_another() {
+    let mut world = World::with_host(14 * GIB, 7 * GIB);
+    for id in [1, 2] {
+        world.tenant(id, Class::Batch, 0);
+        assert_eq!(world.allocate(id, 6 * GIB), 6 * GIB);
+    }
+    world.event(Event::Sleep(TenantId(2), 1));
+    world.run_for(S);
+    world.event(Event::Wake(TenantId(2), 2));
+    world.run_for(Micros::from_secs(10));
+    assert_eq!(world.answers.get(&2), Some(&Ok(())));
+    world.moves.clear();
+    world.tenant(3, Class::Batch, 0);
+    assert_eq!(world.allocate(3, 4 * GIB), 4 * GIB);
+    let moved: Vec<_> = world.moves.iter().map(|it| (it.1, it.2)).collect();
+    assert_eq!(moved, [(TenantId(2), true)], "it has kept host memory");
+    assert_eq!(world.failed, []);
+}
+
 #[test]
 pub(crate) fn a_tenant_may_end_at_any_moment_of_a_move() {
     // A move out and back takes some 250 ms here.

@@ -98,6 +98,8 @@ pub(crate) struct World {
     shown: Option<(u64, u64)>,
     asked: BTreeMap<(ProcessId, u32), u64>,
     pub(crate) moves: Vec<(Micros, TenantId, bool, u64)>,
+    /// Whose moves failed.
+    pub(crate) failed: Vec<TenantId>,
     pub(crate) orders: u64,
     /// Bytes that were freed without a copy, and when.
     pub(crate) drops: Vec<(Micros, TenantId, u64)>,
@@ -140,6 +142,7 @@ impl World {
             shown: None,
             asked: BTreeMap::new(),
             moves: Vec::new(),
+            failed: Vec::new(),
             orders: 0,
             drops: Vec::new(),
             starved: BTreeMap::new(),

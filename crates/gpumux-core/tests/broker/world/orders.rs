@@ -60,7 +60,8 @@ impl World {
                     tenant, out, bytes, ..
                 } => self.moves.push((self.now, tenant, out, bytes)),
                 Command::Shown { free, total, .. } => self.shown = Some((free, total)),
-                Command::Failed(..) | Command::NotKept(..) => {}
+                Command::Failed(tenant, _) => self.failed.push(tenant),
+                Command::NotKept(..) => {}
             }
         }
     }
