@@ -324,12 +324,14 @@ class Pool:
             pages = self._pick(count)
             if self._back(pages, deadline):
                 return pages
-            # There is no more memory. What the pool has is used before it is said.
-            pages = []
-            while self._cache and len(pages) < count:
-                self._evict(1)
+            # There is no more memory. The pool's own is used first: that of free pages, then that of cached ones.
+            while True:
                 pages = self._pick_backed(count)
-            return pages if len(pages) == count and self._back(pages, 0) else None
+                if pages and self._back(pages, 0):
+                    return pages
+                if not self._cache:
+                    return None
+                self._evict(1)
 
     def free(self, pages: Sequence[int]) -> None:
         """Their contents are not needed any more."""

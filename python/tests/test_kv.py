@@ -123,6 +123,35 @@ class Pages(unittest.TestCase):
         self.assertEqual(pool.touch(keys)[:2], [None, None])
         self.assertIsNone(pool.alloc(8))
 
+    def test_pool_without_a_cache_uses_its_free_memory(self) -> None:
+        pool = made(16 * MIB, MIB, granule_bytes=2 * MIB)
+        lower, upper = pool.alloc(8), pool.alloc(8)
+        pool.free(lower)
+        for granule in range(4):
+            self.assertTrue(pool._memory.take(granule))
+        pool._memory.room = 4
+        pool.free(upper)
+        self.assertEqual(sorted(pool.alloc(8, 0)), upper)
+        self.assertIsNone(pool.alloc(1, 0))
+
+    def test_memory_lost_before_its_use_is_replaced_by_the_cache(self) -> None:
+        pool = made(8 * MIB, 2 * MIB, granule_bytes=2 * MIB)
+        lowest, free, cached = pool.alloc(3)
+        pool.free([lowest])
+        pool._memory.take(0)
+        pool._memory.room = 2
+        pool.cached([cached])
+        pool.free([free])
+        commit = pool._memory.commit
+
+        def late(first: int, count: int, wait_s: float) -> int:
+            if first == free and pool._memory.take(first):
+                pool._memory.room = 1
+            return commit(first, count, wait_s)
+
+        with mock.patch.object(pool._memory, "commit", late):
+            self.assertEqual(pool.alloc(1, 0), [cached])
+
     def test_wrong_number_of_pages_changes_nothing(self) -> None:
         pool = made(16 * MIB, MIB)
         for wrong, wait_s, error in ((-1, 0, ValueError), (1.5, 0, TypeError), ("3", 0, TypeError), (2, None, TypeError)):
