@@ -26,7 +26,8 @@ class Driver:
         self.pool, self.words = pool, pool.page_bytes // 4
         self.cuda, self.found = ctypes.CDLL("libcuda.so.1"), (ctypes.c_uint32 * self.words)()
         self.context, at = ctypes.c_void_p(), ctypes.c_uint64()
-        self.call("cuCtxGetCurrent", ctypes.byref(self.context))
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
+        self.call("cuCtxSetCurrent", self.context)
         self.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(MIB))
         self.scratch = at
 

@@ -31,6 +31,7 @@ class StandIn:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.driver = kv._Driver(0)
+        self.driver.call("cuCtxSetCurrent", self.driver.context)
         self.pool = kv.Pool(options.engine["kv_cache_memory_bytes"], TOKEN * PER_PAGE, granule_bytes=2 << 20)
         self.found = (ctypes.c_char * (TOKEN * PER_PAGE))()
         self.open, self.last, self.refused, self.ended = dict[str, Request](), dict[str, list[int]](), 0, 0

@@ -99,7 +99,7 @@ class StandIn(unittest.TestCase):
         if name == "cuMemsetD32_v2":
             value, count = rest
             ctypes.memmove(to.value, value.to_bytes(4, "little") * count.value, 4 * count.value)
-        else:
+        elif name == "cuMemcpyDtoH_v2":
             at, size = rest
             ctypes.memmove(to, at.value, size.value)
 

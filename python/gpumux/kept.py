@@ -80,7 +80,8 @@ class Buffer:
         address, step = ctypes.c_uint64(), ctypes.c_uint64()
         answer = _NOT_KEPT
         if _keep:
-            answer = _keep(name.encode(), device, nbytes, ctypes.byref(address), ctypes.byref(step))
+            with self._driver.current():
+                answer = _keep(name.encode(), device, nbytes, ctypes.byref(address), ctypes.byref(step))
         if answer in (_DONE, _FOUND):
             self.address = int(address.value)
             self.found, self.step = answer == _FOUND, int(step.value)
@@ -90,11 +91,11 @@ class Buffer:
             raise KeptError(why)
         self.kind = "device"
         try:
-            self._driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+            self.address = self._driver.alloc(nbytes)
         except kv.PoolError as error:
             raise KeptError(f"{why}; {error}") from None
-        self._driver.call("cuMemsetD8_v2", address, 0, ctypes.c_size_t(nbytes))
-        self.address = int(address.value)
+        with self._driver.current():
+            self._driver.call("cuMemsetD8_v2", ctypes.c_uint64(self.address), 0, ctypes.c_size_t(nbytes))
         warnings.warn(f"gpumux.kept: {why}", stacklevel=2)
 
     def commit(self, step: int, stream: int = 0) -> None:
@@ -121,7 +122,7 @@ class Buffer:
         self._check_open()
         self._closed = True
         if self.kind == "device":
-            self._driver.call("cuMemFree_v2", ctypes.c_uint64(self.address))
+            self._driver.free(self.address)
         elif answer := _end(self.address):
             raise KeptError(f"{self.name!r} cannot be freed: {_WHY.get(answer, answer)}")
 

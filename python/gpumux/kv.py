@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import ctypes
 import heapq
 import math
@@ -96,7 +97,7 @@ class _Header(ctypes.Structure):
 
 
 class _Driver:
-    """The driver API, with a context of the device current."""
+    """The driver API, and a context of the device: the one that is current, if it is of this device, else the primary context."""
 
     def __init__(self, device: int) -> None:
         try:
@@ -108,11 +109,31 @@ class _Driver:
         self.call("cuDeviceGetCount", ctypes.byref(there))
         if there.value and not 0 <= device < there.value:
             raise ValueError(f"no device {device}: this program sees {there.value}, counted from 0")
-        current = ctypes.c_int(-1)
+        self.context, current = ctypes.c_void_p(), ctypes.c_int(-1)
         if self.library.cuCtxGetDevice(ctypes.byref(current)) or current.value != device:
-            context = ctypes.c_void_p()
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self.call("cuCtxSetCurrent", context)
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+        else:
+            self.call("cuCtxGetCurrent", ctypes.byref(self.context))
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """The context is current in this thread. Afterwards the one before is, or none: PyTorch's current device stays."""
+        self.call("cuCtxPushCurrent_v2", self.context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def alloc(self, size: int) -> int:
+        """The address of so many bytes."""
+        at = ctypes.c_uint64()
+        with self.current():
+            self.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
+        return int(at.value)
+
+    def free(self, address: int) -> None:
+        with self.current():
+            self.call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def call(self, name: str, *arguments: Any) -> None:
         if error := getattr(self.library, name)(*arguments):
@@ -129,9 +150,9 @@ class _Elastic:
     def __init__(self, device: int, size: int, granule: int) -> None:
         if not _range_new:
             raise PoolError("gpumux's library is not loaded (start the program with `gpumux run`)")
-        _Driver(device)
         at = ctypes.c_void_p()
-        answer = _range_new(device, size, granule, ctypes.byref(at))
+        with _Driver(device).current():
+            answer = _range_new(device, size, granule, ctypes.byref(at))
         if answer != _DONE or not at.value:
             raise PoolError(f"an elastic range of {size} bytes on device {device}: {_WHY.get(answer, answer)}")
         self.header = _Header.from_address(at.value)
@@ -202,12 +223,11 @@ class _Device(_Plain):
 
     def __init__(self, device: int, size: int, granule: int) -> None:
         super().__init__(size, granule)
-        self.driver, at = _Driver(device), ctypes.c_uint64()
-        self.driver.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
-        self.address = int(at.value)
+        self.driver = _Driver(device)
+        self.address = self.driver.alloc(size)
 
     def close(self) -> None:
-        self.driver.call("cuMemFree_v2", ctypes.c_uint64(self.address))
+        self.driver.free(self.address)
 
 
 class _Host(_Plain):

@@ -98,8 +98,10 @@ class Memory:
             if not self.given and self.size <= size <= self.range.header.bytes:
                 self.given = True
                 return int(self.range.address)
-            at = ctypes.c_uint64()
-            return 0 if driver.library.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(size)) else at.value
+            try:
+                return driver.alloc(size)
+            except kv.PoolError:
+                return 0
 
         self.give = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(give)
         # PyTorch frees it when the process ends, and Python's functions can't be called any more: by a function that does nothing.

@@ -1,5 +1,6 @@
 """Tests of `gpumux.kept` that need neither a device nor the library."""
 
+import contextlib
 import sys
 import unittest
 import warnings
@@ -7,21 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from test_kv import Driver  # noqa: E402
 
 from gpumux import kept  # noqa: E402
-
-
-class Driver:
-    """Stands in for the driver: one allocation at a time."""
-
-    def __init__(self, _device: int) -> None:
-        self.calls: list[str] = []
-
-    def call(self, name: str, *arguments: Any) -> None:
-        self.calls.append(name)
-        if name == "cuMemAlloc_v2":
-            arguments[0]._obj.value = 1 << 30
 
 
 class Library:
@@ -29,8 +21,10 @@ class Library:
 
     def __init__(self, answer: int, step: int = 0) -> None:
         self.answer, self.step, self.commits, self.ended = answer, step, [], []  # type: ignore[var-annotated]
+        self.driver, self.devices = Driver(0), []  # type: ignore[var-annotated]
 
     def keep(self, _name: bytes, _device: int, _bytes: int, address: Any, step: Any) -> int:
+        self.devices.append(self.driver.device())
         address._obj.value, step._obj.value = 1 << 31, self.step
         return self.answer
 
@@ -50,9 +44,12 @@ class Buffers(unittest.TestCase):
             patch = mock.patch.object(kept, name, function)
             patch.start()
             self.addCleanup(patch.stop)
-        patch = mock.patch.object(kept.kv, "_Driver", Driver)
+        self.driver = Driver(2, 0)
+        patch = mock.patch.object(kept.kv.ctypes, "CDLL", return_value=self.driver)
         patch.start()
         self.addCleanup(patch.stop)
+        if library:
+            library.driver = self.driver
 
     def test_buffer_has_what_was_committed(self) -> None:
         library = Library(kept._FOUND, step=1 << 40)
@@ -76,9 +73,20 @@ class Buffers(unittest.TestCase):
             self.assertIn("not kept over a fault", str(warned[0].message))
             buffer.commit(3)
             buffer.end()
-            self.assertEqual(buffer._driver.calls, ["cuMemAlloc_v2", "cuMemsetD8_v2", "cuMemFree_v2"])
+            self.assertEqual(self.driver.calls, [("cuMemAlloc_v2", 0), ("cuMemsetD8_v2", 0), ("cuMemFree_v2", 0)])
             with self.assertRaises(kept.KeptError):
                 kept.Buffer("a", 100, fallback=False)
+
+    def test_buffer_on_another_device_changes_no_current_device(self) -> None:
+        for library in (None, Library(kept._DONE), Library(2)):
+            self.with_library(library)
+            with warnings.catch_warnings(), contextlib.suppress(kept.KeptError):
+                warnings.simplefilter("ignore")
+                kept.Buffer("a", 100, device=1).end()
+            self.assertEqual(self.driver.device(), 0)
+            self.assertEqual({device for _name, device in self.driver.calls}, set() if library else {1})
+            if library:
+                self.assertEqual(library.devices, [1])
 
     def test_buffer_that_is_in_use_or_too_large_is_an_error(self) -> None:
         for answer, why in ((1, "another process"), (2, "limit"), (-1, "once"), (-4, "refuses")):
@@ -102,7 +110,7 @@ class Buffers(unittest.TestCase):
     def test_failure_of_the_driver_is_an_error_of_the_buffer(self) -> None:
         self.with_library(None)
         no_driver = mock.patch.object(kept.kv, "_Driver", side_effect=kept.kv.PoolError("there is no CUDA driver"))
-        no_room = mock.patch.object(Driver, "call", side_effect=kept.kv.PoolError("CUDA_ERROR_OUT_OF_MEMORY"))
+        no_room = mock.patch.dict(self.driver.failing, {"cuMemAlloc_v2": 2})
         for failure, why in ((no_driver, "64 bytes named 'a' on device 0: there is no"), (no_room, "OUT_OF_MEMORY")):
             with failure, self.assertRaisesRegex(kept.KeptError, why):
                 kept.Buffer("a", 64)

@@ -269,10 +269,25 @@ assert managed.deleter
 
 
 class Driver:
-    """Stands in for libcuda, with devices."""
+    """Stands in for libcuda, with devices, and one thread's stack of contexts."""
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, current: "int | None" = None) -> None:
         self.devices = devices
+        # A device's primary context is its number and 100.
+        self.stack = [] if current is None else [current + 100]
+        # What was called, and on which device.
+        self.calls: "list[tuple[str, int]]" = []
+        self.failing: "dict[str, int]" = {}
+
+    def device(self) -> "int | None":
+        return self.stack[-1] % 100 if self.stack else None
+
+    def done(self, name: str) -> int:
+        """Of a call that needs a context."""
+        if not self.stack:
+            return 201
+        self.calls.append((name, self.stack[-1] % 100))
+        return self.failing.get(name, 0)
 
     def cuInit(self, _flags: int) -> int:
         return 0 if self.devices else 100
@@ -282,21 +297,113 @@ class Driver:
         return 0
 
     def cuGetErrorName(self, error: int, name: Any) -> int:
-        name._obj.value = {100: b"CUDA_ERROR_NO_DEVICE"}[error]
+        names = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE", 201: b"CUDA_ERROR_INVALID_CONTEXT"}
+        name._obj.value = names[error]
         return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        context._obj.value = device + 100
+        return 0
+
+    def cuCtxGetDevice(self, device: Any) -> int:
+        if not self.stack:
+            return 201
+        device._obj.value = self.device()
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.stack[-1] if self.stack else None
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
+        self.stack[-1:] = [context.value] if context.value else []
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> int:
+        self.stack.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+        context._obj.value = self.stack.pop()
+        return 0
+
+    def cuMemAlloc_v2(self, address: Any, _size: ctypes.c_size_t) -> int:
+        address._obj.value = 1 << 30
+        return self.done("cuMemAlloc_v2")
+
+    def cuMemFree_v2(self, _address: ctypes.c_uint64) -> int:
+        return self.done("cuMemFree_v2")
+
+    def cuMemsetD8_v2(self, _address: ctypes.c_uint64, _value: int, _size: ctypes.c_size_t) -> int:
+        return self.done("cuMemsetD8_v2")
+
+    def cuStreamSynchronize(self, _stream: "ctypes.c_void_p | None") -> int:
+        return self.done("cuStreamSynchronize")
 
 
 class Devices(unittest.TestCase):
+    def with_driver(self, driver: Driver) -> Driver:
+        patch = mock.patch.object(kv.ctypes, "CDLL", return_value=driver)
+        patch.start()
+        self.addCleanup(patch.stop)
+        return driver
+
     def test_device_that_is_not_there_is_an_error_and_not_the_host(self) -> None:
-        with mock.patch.object(kv.ctypes, "CDLL", return_value=Driver(2)):
-            for wrong in (2, -1):
-                with self.assertRaisesRegex(ValueError, f"no device {wrong}: .* 2"):
-                    kv._Device(wrong, MIB, MIB)
+        self.with_driver(Driver(2))
+        for wrong in (2, -1):
+            with self.assertRaisesRegex(ValueError, f"no device {wrong}: .* 2"):
+                kv._Device(wrong, MIB, MIB)
 
     def test_error_of_the_driver_has_its_name(self) -> None:
-        with mock.patch.object(kv.ctypes, "CDLL", return_value=Driver(0)):
-            with self.assertRaisesRegex(kv.PoolError, r"CUDA_ERROR_NO_DEVICE \(100\)"):
-                kv._Device(0, MIB, MIB)
+        self.with_driver(Driver(0))
+        with self.assertRaisesRegex(kv.PoolError, r"CUDA_ERROR_NO_DEVICE \(100\)"):
+            kv._Device(0, MIB, MIB)
+
+    def test_pool_on_another_device_changes_no_current_device(self) -> None:
+        for current in (None, 0, 1):
+            driver = self.with_driver(Driver(2, current))
+            memory = kv._Device(1, MIB, MIB)
+            self.assertEqual(driver.device(), current)
+            # Another thread, which has no context.
+            driver.stack = []
+            memory.close()
+            self.assertEqual((driver.stack, driver.calls), ([], [("cuMemAlloc_v2", 1), ("cuMemFree_v2", 1)]))
+
+    def test_device_without_room_changes_no_current_device(self) -> None:
+        for current in (None, 0):
+            driver = self.with_driver(Driver(2, current))
+            driver.failing["cuMemAlloc_v2"] = 2
+            with self.assertRaisesRegex(kv.PoolError, "OUT_OF_MEMORY"):
+                kv._Device(1, MIB, MIB)
+            self.assertEqual(driver.device(), current)
+
+    def test_pool_uses_the_program_s_own_context_of_its_device(self) -> None:
+        driver = self.with_driver(Driver(2))
+        driver.stack = [701]
+        memory = kv._Device(1, MIB, MIB)
+        driver.stack = [100]
+        with memory.driver.current():
+            self.assertEqual(driver.stack, [100, 701])
+
+    def test_elastic_range_on_another_device_changes_no_current_device(self) -> None:
+        for current in (None, 0):
+            driver = self.with_driver(Driver(2, current))
+            for answer, error in ((kv._DONE, None), (kv._FULL, "memory limit")):
+                header = kv._Header(address=1 << 30, bytes=MIB)
+                seen = []
+
+                def new(_device: int, _size: int, _granule: int, at: Any) -> int:
+                    seen.append(driver.device())
+                    at._obj.value = ctypes.addressof(header)
+                    return answer
+
+                with mock.patch.object(kv, "_range_new", new):
+                    if error:
+                        with self.assertRaisesRegex(kv.PoolError, error):
+                            kv._Elastic(1, MIB, MIB)
+                    else:
+                        kv._Elastic(1, MIB, MIB)
+                self.assertEqual((seen, driver.device()), ([1], current))
 
 
 if __name__ == "__main__":

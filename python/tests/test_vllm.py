@@ -121,6 +121,9 @@ class Ranged(Range):
         pass
 
 
+DRIVER = mock.MagicMock()
+
+
 def started(config: Some, given: Some) -> object:
     """A worker that has its KV cache."""
     worker = module.Worker(config)
@@ -131,7 +134,7 @@ def started(config: Some, given: Some) -> object:
 
     with (
         mock.patch.object(kv, "_Elastic", Ranged),
-        mock.patch.object(kv, "_Driver", mock.MagicMock()),
+        mock.patch.object(kv, "_Driver", lambda _device: DRIVER),
         mock.patch.object(module.torch.cuda, "use_mem_pool", pool),
     ):
         worker.initialize_from_config(given)
@@ -152,6 +155,11 @@ class Workers(unittest.TestCase):
         self.assertEqual({(it.size, it.block_stride) for it in given.kv_cache_tensors}, {(64 * MIB, 512 * KIB)})
         self.assertTrue(issubclass(config.scheduler_config.scheduler_cls, Scheduler))
         self.assertEqual(worker.gpumux.range.committed(), 16 * MIB)
+
+    def test_what_pytorch_takes_beside_the_cache_is_device_memory(self) -> None:
+        give = started(configuration(), cache()).gpumux.give
+        DRIVER.alloc.side_effect = [1 << 31, kv.PoolError("no room")]
+        self.assertEqual([give(2 * MIB, 0, None) for _ in range(2)], [1 << 31, None])
 
     def test_what_does_not_fit_has_vllm_s_own_memory(self) -> None:
         connector, sleeping, other = configuration(), configuration(), configuration()
