@@ -92,10 +92,12 @@ class Buffer:
         self.kind = "device"
         try:
             self.address = self._driver.alloc(nbytes)
+            with self._driver.current():
+                self._driver.call("cuMemsetD8_v2", ctypes.c_uint64(self.address), 0, ctypes.c_size_t(nbytes))
+                # A non-blocking stream of the program does not wait for the default stream.
+                self._driver.call("cuStreamSynchronize", None)
         except kv.PoolError as error:
             raise KeptError(f"{why}; {error}") from None
-        with self._driver.current():
-            self._driver.call("cuMemsetD8_v2", ctypes.c_uint64(self.address), 0, ctypes.c_size_t(nbytes))
         warnings.warn(f"gpumux.kept: {why}", stacklevel=2)
 
     def commit(self, step: int, stream: int = 0) -> None:
@@ -154,7 +156,6 @@ def tensors(name: str, originals: Sequence[Any], *, fallback: bool = True) -> Bu
     offsets, size = layout(it.numel() * it.element_size() for it in originals)
     device = place.index if place.index is not None else torch.cuda.current_device()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # The context is there, and current.
         buffer = Buffer(name, max(1, size), device=device, fallback=fallback)
         whole = torch.from_dlpack(buffer.tensor())
         for original, offset in zip(originals, offsets):
@@ -163,4 +164,6 @@ def tensors(name: str, originals: Sequence[Any], *, fallback: bool = True) -> Bu
             if not buffer.found:
                 view.copy_(original.data)
             original.data = view
+        # Other streams may use the tensors at once, and the memory that they had before.
+        torch.cuda.current_stream().synchronize()
     return buffer

@@ -73,7 +73,8 @@ class Buffers(unittest.TestCase):
             self.assertIn("not kept over a fault", str(warned[0].message))
             buffer.commit(3)
             buffer.end()
-            self.assertEqual(self.driver.calls, [("cuMemAlloc_v2", 0), ("cuMemsetD8_v2", 0), ("cuMemFree_v2", 0)])
+            calls = ["cuMemAlloc_v2", "cuMemsetD8_v2", "cuStreamSynchronize", "cuMemFree_v2"]
+            self.assertEqual(self.driver.calls, [(name, 0) for name in calls])
             with self.assertRaises(kept.KeptError):
                 kept.Buffer("a", 100, fallback=False)
 
@@ -110,8 +111,15 @@ class Buffers(unittest.TestCase):
     def test_failure_of_the_driver_is_an_error_of_the_buffer(self) -> None:
         self.with_library(None)
         no_driver = mock.patch.object(kept.kv, "_Driver", side_effect=kept.kv.PoolError("there is no CUDA driver"))
-        no_room = mock.patch.dict(self.driver.failing, {"cuMemAlloc_v2": 2})
-        for failure, why in ((no_driver, "64 bytes named 'a' on device 0: there is no"), (no_room, "OUT_OF_MEMORY")):
+        no_room, not_set, not_done = (
+            mock.patch.dict(self.driver.failing, {name: 2}) for name in ("cuMemAlloc_v2", "cuMemsetD8_v2", "cuStreamSynchronize")
+        )
+        for failure, why in (
+            (no_driver, "64 bytes named 'a' on device 0: there is no"),
+            (no_room, "cuMemAlloc_v2 .*OUT_OF_MEMORY"),
+            (not_set, "cuMemsetD8_v2"),
+            (not_done, "cuStreamSynchronize"),
+        ):
             with failure, self.assertRaisesRegex(kept.KeptError, why):
                 kept.Buffer("a", 64)
 
@@ -124,6 +132,17 @@ class Buffers(unittest.TestCase):
         for shape, offset in (((257,), 0), ((1,), 1021), ((-1,), 0), ((1,), -4)):
             with self.assertRaises(ValueError):
                 buffer.tensor(shape, "float32", offset)
+
+    def test_tensors_are_handed_out_with_their_contents(self) -> None:
+        self.with_library(Library(kept._DONE))
+        torch, original = mock.MagicMock(), mock.MagicMock()
+        original.device.type, original.device.index = "cuda", 0
+        original.numel.return_value, original.element_size.return_value = 4, 2
+        with mock.patch.dict(sys.modules, {"torch": torch}):
+            kept.tensors("a", [original])
+        calls = [name for name, _arguments, _options in torch.mock_calls]
+        (copy,) = (it for it, name in enumerate(calls) if name.endswith(".copy_"))
+        self.assertIn("cuda.current_stream().synchronize", calls[copy:])
 
     def test_layout_aligns_tensors(self) -> None:
         self.assertEqual(kept.layout([4, 512, 513, 0]), ([0, 512, 1024, 2048], 2048))
