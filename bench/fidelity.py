@@ -190,7 +190,7 @@ def times(data: dict[str, Any]) -> dict[tuple[str, str, tuple[str, ...]], list[f
     found = {}
     for row in [*switches(data), *(row for row in data["rows"] if row["case"] != "test")]:
         names = sorted(row["values"], key=lambda name: QUANTILES.index(name) if name in QUANTILES else -1)
-        case, mode = (NOW.get(row[key], row[key]) for key in ("case", "mode"))
+        case, mode = (NOW.get(row[key], row[key]).replace(", slice", ", set timeslice") for key in ("case", "mode"))
         found[case, mode, tuple(names)] = [row["values"][name] for name in names]
     return found
 
