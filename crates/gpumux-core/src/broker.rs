@@ -129,6 +129,8 @@ pub struct Activity {
     pub idle_since: Micros,
     /// It is in an MPS group, whose members can be frozen only together: it is never moved.
     pub in_group: bool,
+    /// A process of it is stopped (SIGSTOP, a debugger): it answers no order, and does no work.
+    pub stopped: bool,
 }
 
 /// What happened.
@@ -922,14 +924,16 @@ impl Broker {
             it.trims.remove(device);
         }
         let tenant = self.accounting.tenant_of(process);
-        if let Some((id, tenant)) = tenant.and_then(|id| Some((id, self.tenants.get_mut(&id)?)))
-            && holding.swapped > 0
-            && tenant.place == Place::Home
-        {
-            out.push(Command::Freeze(id));
-            // A daemon before this one had it moved, and it could not come back by itself.
-            tenant.place = Place::Away { asked: false };
-            tenant.blocked = true;
+        let Some((id, tenant)) = tenant.and_then(|id| Some((id, self.tenants.get(&id)?))) else {
+            return;
+        };
+        // A daemon before this one had it moved, and it could not come back by itself.
+        match &tenant.place {
+            Place::Home if holding.swapped > 0 => self.stays_away(id, out),
+            Place::Leaving(leaving) if holding.swapped > 0 && leaving.has_moved_nothing() => {
+                self.undo(id, out);
+            }
+            _ => {}
         }
     }
 
@@ -938,12 +942,12 @@ impl Broker {
             return;
         };
         process.kept = bytes;
+        // An earlier daemon may have had its memory moved.
+        let counts = self.host.hear(id.0, bytes, self.accounting.on_host(id));
         // Made for an earlier daemon, or too late for a move that was given up: it is made anew when it is needed. Letting go
         // takes a while, and what is made meanwhile is allowed.
-        let allowed = self.host.kept_by(id.0);
-        self.host.hear(id.0, bytes);
         let lately = process.dropped.is_some_and(|at| now < at + DROP);
-        if bytes > allowed && !lately {
+        if !counts && !lately {
             process.dropped = Some(now);
             out.push(Command::Order(id, 0, Order::DropHost));
         }
@@ -957,12 +961,10 @@ impl Broker {
         if tenant.detained {
             return false;
         }
-        tenant.blocked
-            || !tenant.wakes.is_empty()
-            || self.has_asked(id)
-            || (!asked
-                && (tenant.activity.busy || tenant.left_busy)
-                && !self.has(Mutation::DemandByMessage))
+        let has_work =
+            (tenant.activity.busy || tenant.left_busy) && !self.has(Mutation::DemandByMessage);
+        let would_work = tenant.blocked || (!asked && has_work);
+        !tenant.wakes.is_empty() || self.has_asked(id) || (would_work && !tenant.activity.stopped)
     }
 
     fn update_wants(&mut self, now: Micros) {

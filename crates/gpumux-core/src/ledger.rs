@@ -435,12 +435,12 @@ impl HostPool {
         Ok(most)
     }
 
-    /// One says that it keeps so much. That counts as far as it was allowed to, so that no process takes the room of others by
-    /// saying so. Whether it was allowed to keep any.
-    pub fn hear(&mut self, session: u64, bytes: u64) -> bool {
-        let allowed = self.kept_by(session);
-        self.set(session, bytes.min(allowed));
-        bytes == 0 || allowed > 0
+    /// One says that it keeps so much. That counts as far as it was allowed to, or as it has `moved` memory there, so that no process
+    /// takes the room of others by saying so. Whether all of it counts.
+    pub fn hear(&mut self, session: u64, bytes: u64, moved: u64) -> bool {
+        let counted = bytes.min(self.kept_by(session).max(moved));
+        self.set(session, counted);
+        counted == bytes
     }
 
     /// One keeps so much.
@@ -547,10 +547,13 @@ mod tests {
         assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Err(full));
         pool.set(1, 20);
         assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Ok(all(&[(2, 80)])));
-        assert!(pool.hear(2, 0));
-        assert!(!pool.hear(3, 50), "nobody allowed it to");
-        assert!(pool.hear(1, 90));
+        assert!(pool.hear(2, 0, 0));
+        assert!(!pool.hear(3, 50, 0), "nobody allowed it to");
+        assert!(!pool.hear(1, 90, 10));
         assert_eq!(pool.kept(), 20);
+        assert!(pool.hear(3, 50, 60), "it was moved before");
+        assert_eq!(pool.kept(), 70);
+        assert!(pool.hear(3, 0, 0));
         // A block may be more than is needed: all that it could be, where there is room.
         let mut wide = HostPool::new(100);
         let least = BTreeMap::from([(1, (10, 70))]);

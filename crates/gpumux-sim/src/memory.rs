@@ -173,7 +173,7 @@ impl Memory {
                 let activity = Activity {
                     busy,
                     idle_since: micros(now),
-                    in_group: false,
+                    ..Activity::default()
                 };
                 changed.push((*id, activity));
             }

@@ -716,10 +716,24 @@ impl Accounting {
         let mut all = BTreeMap::new();
         for (uuid, holding) in own.flat_map(|it| &it.holdings) {
             if holding.swapped > 0 {
-                *all.entry(uuid.clone()).or_insert(0u64) += holding.swapped;
+                let sum = all.entry(uuid.clone()).or_insert(0u64);
+                *sum = sum.saturating_add(holding.swapped);
             }
         }
         all
+    }
+
+    /// The same of all devices together.
+    pub(super) fn all_swapped(&self, tenant: TenantId) -> u64 {
+        let all = self.swapped(tenant);
+        all.into_values().fold(0, u64::saturating_add)
+    }
+
+    /// What a process has on the host: of each device no more than that has.
+    pub(super) fn on_host(&self, process: ProcessId) -> u64 {
+        let own =
+            |(uuid, it): (&String, &Device)| self.holding(process, uuid).swapped.min(it.capacity);
+        self.devices.iter().map(own).fold(0, u64::saturating_add)
     }
 
     /// What of a tenant's memory can be moved, on all devices.

@@ -84,6 +84,8 @@ pub(super) struct Leaving {
     pub(super) drains: Option<Micros>,
     /// A part of it was on the host already: it is frozen.
     pub(super) more: bool,
+    /// A user asked for the move before this one.
+    pub(super) asked: bool,
     pub(super) why: Why,
 }
 

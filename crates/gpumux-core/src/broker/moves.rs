@@ -46,9 +46,9 @@ impl Broker {
         if processes.is_empty() {
             return Err(no_process());
         }
-        let more = match tenant.place {
-            Place::Home => false,
-            Place::Away { .. } => true,
+        let (more, asked) = match tenant.place {
+            Place::Home => (false, false),
+            Place::Away { asked } => (true, asked),
             Place::Leaving(_) | Place::Returning(_) => {
                 return Err(MoveError::Busy("it is being moved".into()));
             }
@@ -77,7 +77,7 @@ impl Broker {
                 waiting: processes,
                 refused: None,
                 late: false,
-                before: self.accounting.swapped(id).values().sum(),
+                before: self.accounting.all_swapped(id),
             },
             parts,
             had,
@@ -87,6 +87,7 @@ impl Broker {
             busy: false,
             drains: None,
             more,
+            asked,
             why,
         };
         leaving.give_orders(out);
@@ -214,6 +215,7 @@ impl Broker {
             busy: false,
             drains: None,
             more: false,
+            asked: false,
             why: Why::Drop,
         };
         leaving.give_orders(out);
@@ -445,19 +447,34 @@ impl Broker {
         self.undo(id, out);
     }
 
+    /// A part of a tenant's memory is on the host, and it was not this broker that had it moved there: it comes back when there is room.
+    pub(super) fn stays_away(&mut self, id: TenantId, out: &mut Vec<Command>) {
+        if let Some(tenant) = self.tenants.get_mut(&id) {
+            out.push(Command::Freeze(id));
+            tenant.place = Place::Away { asked: false };
+            tenant.blocked = tenant.sleeps.is_empty();
+        }
+    }
+
     /// Undoes a move to the host of which nothing has moved yet.
     pub(super) fn undo(&mut self, id: TenantId, out: &mut Vec<Command>) {
+        let away = !self.accounting.swapped(id).is_empty();
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
         let Place::Leaving(leaving) = &tenant.place else {
             return;
         };
+        let resumed = leaving.orders.keys().copied();
+        out.extend(resumed.map(|process| Command::Order(process, 0, Order::Resume)));
+        if away {
+            // Of a process that has joined since.
+            self.stays_away(id, out);
+            return self.free_host(id);
+        }
         if leaving.step != Step::Quiesce {
             out.push(Command::Thaw(id));
         }
-        let resumed = leaving.orders.keys().copied();
-        out.extend(resumed.map(|process| Command::Order(process, 0, Order::Resume)));
         tenant.place = Place::Home;
         let requests = std::mem::take(&mut tenant.wakes);
         out.extend((requests.into_iter()).map(|it| Command::Answer(it.0, Ok(()))));
@@ -470,13 +487,13 @@ impl Broker {
             return;
         }
         for (process, it) in self.processes.iter().filter(|(_, it)| it.tenant == id) {
-            self.host.set(process.0, it.kept);
+            self.host.hear(process.0, it.kept, 0);
         }
     }
 
     /// A move to the host has ended, for all processes or not.
     fn left(&mut self, now: Micros, id: TenantId, refused: Option<String>, out: &mut Vec<Command>) {
-        let swapped: u64 = self.accounting.swapped(id).values().sum();
+        let swapped = self.accounting.all_swapped(id);
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
@@ -485,18 +502,19 @@ impl Broker {
         };
         let bytes = swapped.saturating_sub(leaving.round.before);
         let took = now.saturating_sub(leaving.round.began);
-        let (more, asked) = (leaving.more, leaving.why == Why::User);
-        tenant.left_busy |= leaving.busy;
+        let (more, before) = (leaving.more, leaving.asked);
+        let by_user = leaving.why == Why::User;
+        tenant.left_busy |= leaving.busy || refused.is_some() && !more;
+        let asked = match refused {
+            // What has moved comes back, unless it was there before.
+            Some(_) => before,
+            None => before || by_user,
+        };
         tenant.place = Place::Away { asked };
         let error = match refused {
-            Some(why) => {
-                // What has moved comes back.
-                tenant.left_busy = true;
-                tenant.place = Place::Away { asked: false };
-                Some(MoveError::Busy(why))
-            }
+            Some(why) => Some(MoveError::Busy(why)),
             // What it was granted and does not use cannot be moved.
-            None if more && bytes == 0 && !asked => {
+            None if more && bytes == 0 && !by_user => {
                 Some(MoveError::Busy("it has nothing more".into()))
             }
             None => None,
@@ -506,7 +524,7 @@ impl Broker {
             None => tenant.failures = 0,
         }
         let answer = error.clone().map_or(Ok(()), Err);
-        let requests = match asked || error.is_some() {
+        let requests = match by_user || error.is_some() {
             true => std::mem::take(&mut tenant.sleeps),
             false => Vec::new(),
         };
@@ -541,7 +559,7 @@ impl Broker {
             return;
         }
         let op = self.next_op();
-        let before = self.accounting.swapped(id).values().sum();
+        let before = self.accounting.all_swapped(id);
         for process in &processes {
             out.push(Command::Order(*process, op, Order::In));
         }
@@ -784,6 +802,11 @@ impl Leaving {
         self.round.waiting.remove(&process);
         self.orders.remove(&process);
         self.orders.is_empty()
+    }
+
+    /// There is a way back.
+    pub(super) fn has_moved_nothing(&self) -> bool {
+        !self.more && self.step != Step::Out
     }
 
     /// Its user or its terms ask for it: no other tenant needs it.

@@ -2,7 +2,7 @@
 
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
-    broker::{CLOSED, Event, FREEZE, HEDGE, HOST_PIECE, LOOK, MoveError, ProcessId, TRIM, Terms},
+    broker::{CLOSED, Event, FREEZE, HEDGE, LOOK, MoveError, ProcessId, TRIM, Terms},
     ledger::{Holding, Share},
 };
 
@@ -237,56 +237,6 @@ pub(crate) fn only_what_is_lacking_moves() {
     let moved = world.swapped(1);
     // The reserve, a context, and a 64th ahead of further requests.
     assert!((10 * GIB..15 * GIB).contains(&moved), "{moved}");
-}
-
-#[test]
-pub(crate) fn a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move() {
-    let mut world = World::with_host(10 * GIB, 5 * GIB);
-    world.tenant(1, Class::Batch, 0);
-    world.tenant(2, Class::Batch, 0);
-    assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
-    assert_eq!(world.allocate(2, 2 * GIB), 2 * GIB);
-    world.run_for(S);
-    // It never closes its gate: what it was allowed to keep on the host is free again.
-    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Refuses(S);
-    let process = world.tenant(3, Class::Batch, 0);
-    world.ask(process, 1, 2 * GIB);
-    world.run_for(Micros::from_secs(10));
-    let granted = world.grants.get(&(process, 1)).copied();
-    assert_eq!(granted, Some(2 * GIB));
-    assert!(
-        world.broker.on_host().0 <= 2 * GIB + HOST_PIECE,
-        "{:?}",
-        world.broker.on_host()
-    );
-    // More than the host may keep is asked for: refused, with the reason.
-    world.event(Event::Sleep(TenantId(1), 77));
-    world.run_for(Micros::from_secs(20));
-    assert!(matches!(
-        world.answers.get(&77),
-        Some(Err(MoveError::HostFull(_)))
-    ));
-}
-
-/// Others would have to let go of host memory first, which takes as long as their calls of the driver.
-#[test]
-pub(crate) fn victim_for_which_the_host_has_room_is_moved_before_another() {
-    let mut world = World::with_host(14 * GIB, 7 * GIB);
-    for id in [1, 2] {
-        world.tenant(id, Class::Batch, 0);
-        assert_eq!(world.allocate(id, 6 * GIB), 6 * GIB);
-    }
-    world.event(Event::Sleep(TenantId(2), 1));
-    world.run_for(S);
-    world.event(Event::Wake(TenantId(2), 2));
-    world.run_for(Micros::from_secs(10));
-    assert_eq!(world.answers.get(&2), Some(&Ok(())));
-    world.moves.clear();
-    world.tenant(3, Class::Batch, 0);
-    assert_eq!(world.allocate(3, 4 * GIB), 4 * GIB);
-    let moved: Vec<_> = world.moves.iter().map(|it| (it.1, it.2)).collect();
-    assert_eq!(moved, [(TenantId(2), true)], "it has kept host memory");
-    assert_eq!(world.failed, []);
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod detained;
 mod elastic;
 mod ends;
 mod faults;
+mod host;
 mod kept;
 mod model;
 mod mutations;

@@ -174,7 +174,7 @@ impl State {
             let activity = Activity {
                 busy: it.busy,
                 idle_since: it.idle_since,
-                in_group: false,
+                ..Activity::default()
             };
             (TenantId(*id), activity)
         });

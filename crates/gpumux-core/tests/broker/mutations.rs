@@ -4,7 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gpumux_core::broker::Mutation;
 
-use super::{elastic, ends, faults, model, programs, restarts, sessions, turns, world::MUTATION};
+use super::{
+    elastic, ends, faults, host, model, programs, restarts, sessions, turns, world::MUTATION,
+};
 
 /// Whether a test fails while brokers have this fault.
 fn finds(mutation: Mutation, test: fn()) -> bool {
@@ -48,7 +50,7 @@ fn every_known_fault_is_found() {
         ),
         (
             Mutation::KeepReservation,
-            faults::a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move,
+            host::a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move,
         ),
         (
             Mutation::OutliveAsker,

@@ -9,7 +9,7 @@ use gpumux_core::{
 
 use super::{
     programs::Random,
-    world::{GIB, Puppet, World},
+    world::{GIB, Manner, Puppet, World},
 };
 
 const MS: fn(u64) -> Micros = Micros::from_millis;
@@ -278,5 +278,41 @@ fn broker_decides_alike_whenever_its_time_begins() {
     for seed in 1..=5 {
         let horizon = Some(Micros::from_secs(500));
         assert_eq!(play(seed, horizon).1, play(seed, None).1, "{seed}");
+    }
+}
+
+/// A process whose memory went to the host before has its next session in the middle of a move.
+#[test]
+fn process_with_memory_on_the_host_joins_a_move_and_stays_frozen() {
+    for unfreezable in [false, true] {
+        let mut world = World::new(10 * GIB);
+        world.tenant(1, Class::Batch, 0);
+        world.process(11, 1);
+        for process in [1, 11] {
+            assert_eq!(world.allocate(process, 2 * GIB), 2 * GIB);
+        }
+        world.event(Event::Sleep(TenantId(1), 1));
+        world.run_for(S);
+        let lost = world.lose(11);
+        world.event(Event::Wake(TenantId(1), 2));
+        world.run_for(S);
+        assert!(world.is_home(1) && lost.holding.swapped > 0);
+        let other = world.puppets.get_mut(&ProcessId(1)).expect("there");
+        match unfreezable {
+            false => other.manner = Manner::Slow(Micros::from_secs(5)),
+            true => drop(world.unfreezable.insert(TenantId(1), Micros::from_secs(2))),
+        }
+        world.event(Event::Sleep(TenantId(1), 3));
+        world.run_for(S);
+        world.unfreezable.clear();
+        world.begin_session(11, lost);
+        assert!(world.frozen.contains(&TenantId(1)), "{unfreezable}");
+        world.run_for(Micros::from_secs(20));
+        assert!(world.answers.contains_key(&3), "{unfreezable}");
+        world.event(Event::Wake(TenantId(1), 4));
+        world.run_for(Micros::from_secs(10));
+        assert!(world.is_home(1), "{unfreezable}");
+        let left = (world.swapped(1), world.frozen.len());
+        assert_eq!(left, (0, 0), "{unfreezable}");
     }
 }

@@ -8,7 +8,7 @@ use gpumux_core::{
     ledger::Share,
 };
 
-use super::world::{GIB, World};
+use super::world::{GIB, Manner, World};
 
 const S: Micros = Micros::from_secs(1);
 
@@ -373,4 +373,56 @@ fn tenant_that_sleeps_at_once_is_moved_without_work_only() {
     world.set_busy(1, false);
     world.run_for(Micros::from_secs(10));
     assert_eq!(world.swapped(1), 4 * GIB);
+}
+
+/// More of it may move later than when its user had it moved: what it was granted and had not used then.
+#[test]
+fn sleeper_that_gives_more_room_still_sleeps() {
+    for unused in [GIB, 0] {
+        let mut world = World::new(10 * GIB);
+        world.tenant(1, Class::Batch, 0);
+        world.set_busy(1, true);
+        assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+        let puppet = world.puppets.get_mut(&ProcessId(1)).expect("there");
+        (puppet.unused, puppet.trim) = (GIB, Micros::from_secs(3600));
+        world.event(Event::Sleep(TenantId(1), 1));
+        world.run_for(Micros::from_secs(5));
+        assert_eq!(world.answers.get(&1), Some(&Ok(())));
+        let puppet = world.puppets.get_mut(&ProcessId(1)).expect("there");
+        puppet.unused = unused;
+        let process = world.tenant(2, Class::Batch, 0);
+        world.ask(process, 1, 9 * GIB);
+        world.run_for(Micros::from_secs(20));
+        world.kill(2);
+        world.run_for(Micros::from_secs(60));
+        assert!(!world.is_home(1), "{unused}");
+        world.event(Event::Wake(TenantId(1), 2));
+        world.run_for(Micros::from_secs(10));
+        assert!(world.is_home(1), "{unused}");
+    }
+}
+
+/// It could not use its memory, and would not answer the order to bring it back.
+#[test]
+fn stopped_tenant_gets_no_room_until_it_goes_on() {
+    let mut world = World::new(10 * GIB);
+    for id in [1, 2] {
+        world.tenant(id, Class::Batch, 0);
+        world.set_busy(id, true);
+    }
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    world.run_for(Micros::from_secs(5));
+    assert_eq!(world.allocate(2, 8 * GIB), 8 * GIB);
+    assert!(!world.is_home(1));
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Stopped;
+    world.run_for(S);
+    world.kill(2);
+    world.run_for(Micros::from_secs(60));
+    let process = world.tenant(3, Class::Batch, 0);
+    world.ask(process, 1, 8 * GIB);
+    world.run_for(Micros::from_secs(1));
+    assert_eq!(world.grants.get(&(process, 1)), Some(&(8 * GIB)));
+    world.wake_up(1);
+    world.run_for(Micros::from_secs(60));
+    assert!(world.is_home(1));
 }

@@ -229,6 +229,8 @@ impl World {
             busy: self.busy.get(&tenant).copied().unwrap_or(false),
             idle_since: since.saturating_sub(self.earlier),
             in_group: false,
+            stopped: (self.puppets.values())
+                .any(|it| it.tenant == tenant && it.manner == Manner::Stopped),
         }
     }
 

@@ -382,6 +382,7 @@ impl MemoryMoves {
                 _ => now,
             };
             activity.busy |= busy;
+            activity.stopped |= domain.is_stopped();
             activity.idle_since = activity.idle_since.max(since);
         }
         all.retain(|id, activity| self.activity.get(id) != Some(activity));

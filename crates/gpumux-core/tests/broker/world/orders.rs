@@ -94,6 +94,7 @@ impl World {
                     Manner::Slow(time) => {
                         let ready = *puppet.ready.get_or_insert(self.now + time);
                         let left = ready.saturating_sub(self.now).max(Micros(300));
+                        puppet.closed = true;
                         self.later(left, reply(Reply::Quiet(idle)));
                     }
                     Manner::Refuses(time) => {
@@ -106,6 +107,10 @@ impl World {
                 }
             }
             Order::Out { least, host } => {
+                if !puppet.closed && holding.swapped == 0 {
+                    let why = "it was not asked to be quiet".into();
+                    return self.later(Micros(100), reply(Reply::Refused(why)));
+                }
                 assert!(
                     self.frozen.contains(&tenant),
                     "moved while it runs: {tenant:?}"

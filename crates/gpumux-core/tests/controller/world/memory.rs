@@ -57,7 +57,7 @@ impl World {
             let activity = Activity {
                 busy: it.busy,
                 idle_since: it.idle_since,
-                in_group: false,
+                ..Activity::default()
             };
             (TenantId(*id), activity)
         });

@@ -1,0 +1,107 @@
+//! The host's memory for moved memory: who may take how much of it.
+
+use gpumux_core::{
+    Class, Micros, TenantId,
+    broker::{Event, HOST_PIECE, MoveError, ProcessId},
+    ledger::Holding,
+};
+
+use super::world::{DEVICE, GIB, Manner, World};
+
+const S: Micros = Micros::from_secs(1);
+
+#[test]
+pub(crate) fn a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move() {
+    let mut world = World::with_host(10 * GIB, 5 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.tenant(2, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+    assert_eq!(world.allocate(2, 2 * GIB), 2 * GIB);
+    world.run_for(S);
+    // It never closes its gate: what it was allowed to keep on the host is free again.
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Refuses(S);
+    let process = world.tenant(3, Class::Batch, 0);
+    world.ask(process, 1, 2 * GIB);
+    world.run_for(Micros::from_secs(10));
+    let granted = world.grants.get(&(process, 1)).copied();
+    assert_eq!(granted, Some(2 * GIB));
+    assert!(
+        world.broker.on_host().0 <= 2 * GIB + HOST_PIECE,
+        "{:?}",
+        world.broker.on_host()
+    );
+    // More than the host may keep is asked for: refused, with the reason.
+    world.event(Event::Sleep(TenantId(1), 77));
+    world.run_for(Micros::from_secs(20));
+    assert!(matches!(
+        world.answers.get(&77),
+        Some(Err(MoveError::HostFull(_)))
+    ));
+}
+
+/// Others would have to let go of host memory first, which takes as long as their calls of the driver.
+#[test]
+pub(crate) fn victim_for_which_the_host_has_room_is_moved_before_another() {
+    let mut world = World::with_host(14 * GIB, 7 * GIB);
+    for id in [1, 2] {
+        world.tenant(id, Class::Batch, 0);
+        assert_eq!(world.allocate(id, 6 * GIB), 6 * GIB);
+    }
+    world.event(Event::Sleep(TenantId(2), 1));
+    world.run_for(S);
+    world.event(Event::Wake(TenantId(2), 2));
+    world.run_for(Micros::from_secs(10));
+    assert_eq!(world.answers.get(&2), Some(&Ok(())));
+    world.moves.clear();
+    world.tenant(3, Class::Batch, 0);
+    assert_eq!(world.allocate(3, 4 * GIB), 4 * GIB);
+    let moved: Vec<_> = world.moves.iter().map(|it| (it.1, it.2)).collect();
+    assert_eq!(moved, [(TenantId(2), true)], "it has kept host memory");
+    assert_eq!(world.failed, []);
+}
+
+#[test]
+fn host_memory_that_a_process_says_it_keeps_is_not_all_counted() {
+    let mut world = World::with_host(10 * GIB, 8 * GIB);
+    for id in [1, 2] {
+        world.tenant(id, Class::Batch, 0);
+        assert_eq!(world.allocate(id, 2 * GIB), 2 * GIB);
+    }
+    world.event(Event::Keeps(ProcessId(1), u64::MAX));
+    // Also not after a move that fails.
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Refuses(S);
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(Micros::from_secs(5));
+    assert!(matches!(world.answers.get(&1), Some(Err(_))));
+    assert_eq!(world.broker.on_host().0, 0);
+    world.event(Event::Sleep(TenantId(2), 2));
+    world.run_for(Micros::from_secs(5));
+    assert_eq!(world.answers.get(&2), Some(&Ok(())));
+}
+
+#[test]
+fn memory_that_is_on_the_host_counts_for_the_next_daemon() {
+    let mut world = World::with_host(10 * GIB, 8 * GIB);
+    world.tenant(2, Class::Batch, 0);
+    assert_eq!(world.allocate(2, 9 * GIB), 9 * GIB);
+    let process = world.tenant(1, Class::Batch, 0);
+    let holding = Holding {
+        swapped: 6 * GIB,
+        ..Holding::default()
+    };
+    world.event(Event::Holds {
+        process,
+        device: DEVICE.to_owned(),
+        total: 10 * GIB,
+        holding,
+    });
+    world.event(Event::Keeps(process, 6 * GIB));
+    assert_eq!(world.broker.on_host().0, 6 * GIB);
+    world.event(Event::Sleep(TenantId(2), 1));
+    world.run_for(Micros::from_secs(20));
+    let answer = world.answers.get(&1);
+    assert!(
+        matches!(answer, Some(Err(MoveError::HostFull(_)))),
+        "{answer:?}"
+    );
+}
