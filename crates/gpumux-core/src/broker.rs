@@ -130,6 +130,7 @@ pub struct Activity {
     /// It is in an MPS group, whose members can be frozen only together: it is never moved.
     pub in_group: bool,
     /// A process of it is stopped (SIGSTOP, a debugger): it answers no order, and does no work.
+    #[serde(default)]
     pub stopped: bool,
 }
 

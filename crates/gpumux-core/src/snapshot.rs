@@ -32,6 +32,15 @@ impl Demand {
         }
     }
 
+    /// Of a domain whose process does not report its work. `used`: the part of the last second in which its kernels ran, if the driver
+    /// tells. One that uses the device most of the time must not have it for nothing.
+    pub fn of_unknown(used: Option<f64>) -> Self {
+        match used.is_some_and(|used| used > 0.5) {
+            true => Self::Busy,
+            false => Self::Unknown,
+        }
+    }
+
     /// Whether the domain must be treated as having work.
     pub const fn may_run(self) -> bool {
         !matches!(self, Self::Idle)

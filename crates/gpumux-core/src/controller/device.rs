@@ -288,11 +288,15 @@ impl Device {
         let known = |domain: &Domain| {
             let mut state = domain.state.clone();
             if domain.is_faulty() {
-                state.demand = Demand::Idle;
+                (state.demand, state.run) = (Demand::Idle, RunState::Frozen);
             }
             (domain.group, state)
         };
-        merge(&mut self.states, self.domains.values().map(known));
+        let all = || self.domains.values();
+        // Of a group, what the others have counts.
+        let managed = all().filter(|it| !it.is_faulty());
+        let all = managed.chain(all().filter(|it| it.is_faulty()));
+        merge(&mut self.states, all.map(known));
         count_in(&mut self.states, &self.left_behind);
         (self.accounts).advance(now, &self.states, &self.costs.costs());
         for domain in self.domains.values_mut() {
@@ -468,22 +472,23 @@ fn count_in(states: &mut [DomainState], left_behind: &BTreeMap<DomainId, Micros>
     }
 }
 
-/// What controls cost: assumed, until measured. Of what was measured the newest counts most.
+/// What controls cost, in µs: assumed, until measured. Of what was measured the newest counts most, but one that was held up
+/// (the driver may be busy for 0.7 s) says little of the next.
 #[derive(Clone, Debug)]
 pub(super) struct Measured {
     assumed: Costs,
-    freeze: Option<f64>,
-    thaw: Option<f64>,
-    set_timeslice: Option<f64>,
+    freeze: f64,
+    thaw: f64,
+    set_timeslice: f64,
 }
 
 impl Measured {
     fn new(assumed: Costs) -> Self {
         Self {
             assumed,
-            freeze: None,
-            thaw: None,
-            set_timeslice: None,
+            freeze: assumed.freeze.0 as f64,
+            thaw: assumed.thaw.0 as f64,
+            set_timeslice: assumed.set_timeslice.0 as f64,
         }
     }
 
@@ -493,19 +498,37 @@ impl Measured {
             Control::Thaw(_) => &mut self.thaw,
             Control::SetTimeslice(..) => &mut self.set_timeslice,
         };
-        let took = took.0 as f64;
-        *cost = Some(cost.map_or(took, |before| before + (took - before) / 8.0));
+        *cost += ((took.0 as f64).min(4.0 * *cost) - *cost) / 8.0;
     }
 
     fn costs(&self) -> Costs {
-        let or = |measured: Option<f64>, assumed| {
-            measured.map_or(assumed, |took| Micros((took as u64).max(1)))
-        };
+        let whole = |cost: f64| Micros((cost as u64).max(1));
         Costs {
             switch: self.assumed.switch,
-            freeze: or(self.freeze, self.assumed.freeze),
-            thaw: or(self.thaw, self.assumed.thaw),
-            set_timeslice: or(self.set_timeslice, self.assumed.set_timeslice),
+            freeze: whole(self.freeze),
+            thaw: whole(self.thaw),
+            set_timeslice: whole(self.set_timeslice),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_follow_controls_and_not_one_that_was_held_up() {
+        let mut measured = Measured::new(Costs::default());
+        let mut take = |took: u64, times: usize| {
+            for _ in 0..times {
+                measured.record(Control::Freeze(DomainId(1)), Micros(took));
+            }
+            measured.costs().freeze
+        };
+        let assumed = Costs::default().freeze;
+        assert!(take(690_000, 1) < Micros(2 * assumed.0));
+        let slow = take(4_000, 40);
+        assert!((Micros(3_900)..=Micros(4_000)).contains(&slow), "{slow}");
+        assert!(take(20, 60) < Micros(30));
     }
 }

@@ -171,7 +171,7 @@ impl Memory {
         let pairs = || self.domains.iter().zip(&snapshot.domains);
         if aligned
             && self.at == Some(now)
-            && pairs().all(|(track, domain)| track.received >= domain.received)
+            && pairs().all(|(track, domain)| track.received == domain.received)
         {
             return;
         }
@@ -187,7 +187,8 @@ impl Memory {
         for (index, (track, domain)) in self.domains.iter_mut().zip(&snapshot.domains).enumerate() {
             let got = domain.received.saturating_sub(track.received).0 as f64;
             let got = got.min(elapsed);
-            track.received = track.received.max(domain.received);
+            // The account of a group that was made anew begins at zero.
+            track.received = domain.received;
             track.receive(got, elapsed);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;

@@ -409,7 +409,7 @@ impl<'a> Stage<'a> {
             }
             let (lag, share, exhausted) = (track.lag, actor.share, track.exhausted);
             let latency = actor.class() == Class::Latency;
-            let (runnable, demand) = (actor.runnable(), actor.domain.demand);
+            let (runnable, demand, held) = (actor.runnable(), actor.domain.demand, actor.held());
             let hogs = actor.domain.demand_since + self.tuning.hog;
             let hog = several && (demand == Demand::Unknown || hogs <= self.now);
             let yields = runnable && (exhausted || hog);
@@ -421,7 +421,7 @@ impl<'a> Stage<'a> {
             if several && latency && runnable && !hog {
                 self.ask_at(hogs);
             }
-            if latency && runnable && contested {
+            if latency && runnable && contested && !held {
                 self.cast[index].changes_in = Some(match exhausted {
                     true => level_in,
                     false => (lag + burst) / (1.0 - share).max(1e-9),
@@ -686,7 +686,8 @@ impl<'a> Stage<'a> {
 
     /// Whether the owner makes no progress now: until that changes, its quantum does not end.
     fn is_preempted(&self) -> bool {
-        let preempts = |it: &Actor| it.way == Way::Preempting && it.domain.demand == Demand::Busy;
+        let busy = |it: &Actor| it.domain.demand == Demand::Busy && !it.held();
+        let preempts = |it: &Actor| it.way == Way::Preempting && busy(it);
         self.cast.iter().any(preempts) && (self.patience().0 as f64) < RESTORE_US
     }
 

@@ -1,6 +1,6 @@
 //! Every sequence of so many things that may happen, in two small worlds. After each everything works again, and must come right.
 
-use gpumux_core::{Class, Micros, Timeslice};
+use gpumux_core::{Class, DomainId, Micros, Timeslice};
 
 use super::{
     properties::Step::{self, Asks, Busy, Ends, Fails, Hangs, Idle, Pass, Stopped, Tampered},
@@ -98,6 +98,37 @@ fn a_domain_that_cannot_be_controlled_leaves_others_time() {
     assert!(world.timeslice(2) > Timeslice::DEFAULT.0 / 2);
     world.recover();
     assert_eq!([2, 3].map(|id| world.timeslice(id)), [1, 1]);
+}
+
+#[test]
+fn member_that_cannot_be_controlled_stops_no_rotation() {
+    for failing in [3, 4] {
+        let mut world = World::new("priority", 1);
+        world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+        for id in [3, 4] {
+            world.member(id, spec(Class::Batch, 0.0), &[0], Some(DomainId(1000)));
+        }
+        for id in [5, 6] {
+            world.tenant(id, spec(Class::Batch, 0.0), &[0]);
+        }
+        let busy = [7 - failing, 5, 6];
+        busy.iter().for_each(|id| world.set_busy(*id, true));
+        world.run_for(Micros::from_millis(10));
+        world.set_manner(failing, Manner::Fails);
+        let received = |world: &World, id: u64| {
+            let domain = world.controller.domain(world.group(id));
+            domain.expect("it is there").state.received
+        };
+        let before = busy.map(|id| received(&world, id));
+        world.run_for(Micros::from_secs(3));
+        assert!(world.seen.failed > 0, "{:?}", world.seen);
+        let parts = busy.map(|id| received(&world, id));
+        let parts: Vec<_> = (parts.into_iter().zip(before))
+            .map(|(now, before)| now.saturating_sub(before))
+            .collect();
+        let least = Micros::from_millis(700);
+        assert!(parts.iter().all(|it| *it > least), "{failing}: {parts:?}");
+    }
 }
 
 #[test]

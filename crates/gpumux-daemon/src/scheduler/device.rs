@@ -437,7 +437,8 @@ impl Device {
                 }
                 // What is frozen stays so, until another process joins.
                 None => {
-                    let mut left = self.held.iter_mut();
+                    // Its own is the last: those of members before it end earlier.
+                    let mut left = self.held.iter_mut().rev();
                     if let Some(held) = left.find(|it| Some(it.group()) == domain.group) {
                         let _ = domain.controls.set_timeslice(domain.default.0);
                         held.keep_frozen(domain.controls);

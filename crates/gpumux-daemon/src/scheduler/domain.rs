@@ -225,7 +225,10 @@ impl Domain {
         let left = self.stopped_at();
         let left = left.map(|before| Demand::of_stopped(received.saturating_sub(before), used));
         self.spent = left == Some(Demand::Idle);
-        left.unwrap_or_else(|| self.demand())
+        left.unwrap_or_else(|| match self.demand() {
+            Demand::Unknown => Demand::of_unknown(used),
+            known => known,
+        })
     }
 
     /// What the process says of its work.

@@ -450,6 +450,37 @@ fn contender_that_must_not_run_pauses_no_other() {
     }
 }
 
+/// Its memory may be on the host, with work queued.
+#[test]
+fn quantum_ends_beside_a_latency_domain_that_must_not_run() {
+    let classes = [Class::Latency, Class::Standard, Class::Standard];
+    let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+    now.domains[0].pinned = Some(Frozen);
+    let quantum = Tuning::default().quantum(&now.costs, [(0, Class::Standard)]);
+    let next = plan(&now, &mut Memory::default()).next.unwrap();
+    assert!(next <= Micros(quantum as u64 + 1), "{next}");
+}
+
+/// The account of a group begins anew with its members.
+#[test]
+fn quantum_of_an_owner_whose_account_began_anew_ends() {
+    let classes = [Class::Latency, Class::Batch, Class::Batch];
+    let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+    (now.domains[0].demand, now.now) = (Demand::Idle, Micros::from_secs(600));
+    (now.domains[1].received, now.domains[2].received) = (now.now, now.now);
+    let mut memory = Memory::default();
+    let first = shape(&plan(&now, &mut memory));
+    let owner = first.iter().rposition(|it| it.1 == Enabled).unwrap();
+    for (index, domain) in now.domains.iter_mut().enumerate() {
+        domain.run = if index == owner { Enabled } else { Frozen };
+    }
+    now.domains[owner].received = Micros::ZERO;
+    plan(&now, &mut memory);
+    now.now += Micros::from_millis(300);
+    now.domains[owner].received = Micros::from_millis(300);
+    assert_eq!(shape(&plan(&now, &mut memory))[owner].1, Frozen);
+}
+
 #[test]
 fn what_a_limited_domain_took_too_much_is_not_forgotten_when_another_comes() {
     let classes = [Class::Latency, Class::Latency, Class::Batch];

@@ -52,7 +52,7 @@ fn controls_wait_briefly_for_a_latency_tenant_to_finish() {
     bench.pages[0].slot(1).unwrap().complete(1);
     bench.run(Micros::from_millis(5));
     let (mut at_work, mut between) = (Vec::new(), Vec::new());
-    for request in 2..250 {
+    for request in 2..500 {
         bench.take_pulls();
         bench.pages[0].slot(1).unwrap().submit();
         bench.run(Micros::from_millis(2));

@@ -151,6 +151,13 @@ fn work_of_the_last_member_stops_no_other_group() {
 /// again, so a process that joins would wait until its files are closed.
 #[test]
 fn frozen_work_of_the_last_member_stops_no_new_member() {
+    for earlier in [false, true] {
+        frozen_work_stops_no_new_member(earlier);
+    }
+}
+
+/// `earlier`: another member was killed at work before.
+fn frozen_work_stops_no_new_member(earlier: bool) {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     bench.add(4, Class::Batch);
@@ -162,12 +169,22 @@ fn frozen_work_of_the_last_member_stops_no_new_member() {
             bench.hardware().groups[&50].frozen == frozen
         })
     };
+    let kill = |bench: &mut Bench, n: u64| {
+        let (_, file) = io::pipe().unwrap();
+        let left = Left::Session(SessionId(n));
+        assert!(bench.engine.hold(&left, vec![file.into()]).is_none());
+        bench.engine.leave(SessionId(n), false);
+    };
+    if earlier {
+        bench.member(6, 50, "team");
+        kill(&mut bench, 6);
+        bench.engine.forget(TenantId(6));
+        bench.run(Micros::from_secs(4));
+    }
     assert!(becomes(&mut bench, true), "not its quantum");
-    let (_, file) = io::pipe().unwrap();
-    let left = Left::Session(SessionId(2));
-    assert!(bench.engine.hold(&left, vec![file.into()]).is_none());
-    bench.engine.leave(SessionId(2), false);
+    kill(&mut bench, 2);
     bench.engine.forget(TenantId(2));
+    bench.run(Micros::from_millis(1));
     assert!(bench.hardware().groups[&50].frozen, "nothing plans it");
     bench.member(3, 50, "team");
     assert!(becomes(&mut bench, false), "its quantum");

@@ -276,3 +276,29 @@ fn stopped_process_without_work_stays_idle() {
     let idle = bench.domain(1);
     assert!(!idle.stopped && idle.demand == Demand::Idle, "{idle:?}");
 }
+
+/// As with `GPUMUX_HOOKS=0`.
+#[test]
+fn process_that_reports_no_work_pays_for_what_the_driver_measures() {
+    for (used, pays) in [(0.1, false), (0.9, true)] {
+        let mut bench = Bench::new();
+        let latency = TenantSpec {
+            class: Class::Latency,
+            ..TenantSpec::default()
+        };
+        bench.spec(1, latency).unwrap();
+        let silent = Page::open(Page::create().unwrap().1).unwrap();
+        let group = NewGroup {
+            page: Arc::new(silent),
+            ..bench.group(1, 1, 1)
+        };
+        bench.engine.add(group).unwrap();
+        bench.add(2, Class::Standard);
+        for device in bench.engine.state.devices.values_mut() {
+            device.used_by = Some([(1001, used)].into());
+        }
+        bench.run(Micros::from_secs(5));
+        let frozen = bench.take_pulls().contains(&Pull::Freeze(1));
+        assert_eq!(frozen, pays, "{used}");
+    }
+}
