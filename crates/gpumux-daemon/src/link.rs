@@ -56,14 +56,24 @@ impl Link {
         send(&self.socket, message)
     }
 
+    /// Sends what the process must not miss, without waiting. If the socket does not take it, the session ends: the introduction of the next
+    /// one makes it good.
+    pub(crate) fn send_or_end(&self, message: &Daemon) {
+        if !self.send(message) {
+            self.end();
+        }
+    }
+
+    fn end(&self) {
+        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+    }
+
     /// Sends a message behind those of this kind that the socket has not taken yet.
     pub(crate) fn send_in_order(&self, message: Daemon, file: Option<OwnedFd>) {
         let mut unsent = self.unsent();
         if unsent.len() >= MOST_UNSENT {
-            // The introduction of the next session makes it good.
-            let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
             unsent.clear();
-            return;
+            return self.end();
         }
         unsent.push_back((message, file));
         drop(unsent);

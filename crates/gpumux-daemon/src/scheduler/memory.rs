@@ -232,8 +232,14 @@ impl MemoryMoves {
     fn carry_out(&mut self, state: &mut State, now: Micros, command: Command) -> Option<Event> {
         match command {
             Command::Order(process, op, order) => {
-                let asks = !matches!(order, Order::Resume | Order::Trim);
-                let sent = state.send(SessionId(process.0), &message(op, order));
+                let session = SessionId(process.0);
+                // A gate that has been ordered to close must hear that it may open.
+                if order == Order::Resume {
+                    state.send_or_end(session, &message(op, order));
+                    return None;
+                }
+                let asks = order != Order::Trim;
+                let sent = state.send(session, &message(op, order));
                 let why = || Reply::Refused("it does not listen".into());
                 return (asks && !sent).then(|| Event::Reply(process, op, why()));
             }
@@ -243,7 +249,7 @@ impl MemoryMoves {
                 bytes,
             } => {
                 let granted = Daemon::Granted { ticket, bytes };
-                state.send(SessionId(process.0), &granted);
+                state.send_or_end(SessionId(process.0), &granted);
                 self.granted(state, process, ticket, bytes);
             }
             Command::Shown { free, total, .. } => self.shown = (free, total),

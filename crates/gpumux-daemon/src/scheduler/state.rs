@@ -205,6 +205,13 @@ impl State {
         met.is_some_and(|met| met.send(message))
     }
 
+    /// Sends a process what it must not miss: see [`Link::send_or_end`](crate::link::Link::send_or_end).
+    pub(super) fn send_or_end(&self, session: SessionId, message: &Daemon) {
+        if let Some(met) = self.sessions.get(&session) {
+            met.send_or_end(message);
+        }
+    }
+
     /// Happenings are reported there from now on.
     pub(super) fn report_to(&mut self, to: UnboundedSender<Happening>) {
         self.happenings = Some(to);

@@ -302,3 +302,24 @@ fn process_that_reports_no_work_pays_for_what_the_driver_measures() {
         assert_eq!(frozen, pays, "{used}");
     }
 }
+
+/// It is stopped and reads nothing: what it must not miss would keep its gate closed.
+#[test]
+fn session_of_a_process_that_misses_an_order_ends() {
+    let mut bench = Bench::new();
+    bench.spec(1, TenantSpec::default()).unwrap();
+    let page = Arc::clone(&bench.group(1, 1, 1).page);
+    bench.meet(1, TenantId(1), page);
+    let session = SessionId(1);
+    let resume = Daemon::Resume { op: 0 };
+    bench.engine.state.send_or_end(session, &resume);
+    assert_eq!(bench.received(1), [resume.clone()]);
+    while bench.engine.state.send(session, &Daemon::Trim) {}
+    assert!(bench.received(1).len() > 10);
+    let next = |bench: &Bench| socket::recv::<Daemon>(&bench.processes[&1], RecvFlags::DONTWAIT);
+    assert!(next(&bench).is_err(), "it goes on");
+    while bench.engine.state.send(session, &Daemon::Trim) {}
+    bench.engine.state.send_or_end(session, &resume);
+    bench.received(1);
+    assert!(matches!(next(&bench), Ok(None)), "it has ended");
+}
