@@ -336,6 +336,11 @@ impl Controller {
         self.plans
     }
 
+    /// What controls of a device cost, as far as that was measured.
+    pub fn costs(&self, device: usize) -> Costs {
+        self.devices[device].costs()
+    }
+
     /// When to look at the demand of a device's domains again, if looking takes `cost`: soon while the work of one may let another run
     /// or stop, seldom while it only matters for the accounts; and never so often that it takes more than a small part of a CPU.
     pub fn look_at(&self, device: usize, cost: Micros) -> Micros {

@@ -9,7 +9,7 @@
 //!
 //! A latency group whose neighbours have a longer timeslice launches kernel by kernel ([`crate::Launches`]). Its turn ends in its first
 //! gap on the device. In a neighbour's turn it goes on launching: the driver's own timeslices run what it launches beside the
-//! little that the neighbour may have outstanding.
+//! little that the neighbour may have outstanding. Several such groups may have as little outstanding then, so that each has its share in its own turn.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -273,9 +273,14 @@ impl Runlist {
             .filter(|it| member.leaves_gaps_to(it))
             .peekable();
         let has_neighbours = neighbours.peek().is_some();
+        // In a neighbour's time nothing but the driver's timeslices keeps it apart from others that launch then, too.
+        let own = current == Some(member.id);
+        let rival = |it: &Member| it.id != member.id && it.latency && it.wants();
+        let rivals = !own && has_neighbours && members.iter().any(rival);
         let ahead = Micros(member.timeslice.0 / AHEAD).clamp(OUTSTANDING, MOST_OUTSTANDING);
         match may {
             false => Permit::Hold,
+            true if rivals => Permit::Budget(OUTSTANDING),
             true if neighbours.any(Member::wants) => Permit::Watched,
             true if has_neighbours || member.timeslice == Timeslice::MAX => Permit::Free,
             true if member.gives_way() => Permit::Budget(OUTSTANDING),

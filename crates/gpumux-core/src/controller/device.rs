@@ -275,6 +275,10 @@ impl Device {
         }
     }
 
+    pub(super) fn costs(&self) -> Costs {
+        self.costs.costs()
+    }
+
     /// Where a plan has been carried out, the policy's decision times count from now.
     pub(super) fn plan_from(&mut self, now: Micros) {
         if self.controls.is_empty() {

@@ -75,6 +75,28 @@ fn next_group_waits_for_the_kernels_of_the_last() {
     assert_eq!((back, next), (vec![budget, HOLD], Some(Micros(15_000))));
 }
 
+/// They share by timeslices: what one launches ahead would run in another's.
+#[test]
+fn latency_groups_launch_little_ahead_in_a_neighbours_turn() {
+    let mut runlist = Runlist::default();
+    let latency = |id, timeslice, waits| Member {
+        latency: true,
+        running: false,
+        waits,
+        ..member(id, timeslice)
+    };
+    let batch = member(1, 2_000);
+    let step = |runlist: &mut Runlist, now, waits: [bool; 2]| {
+        let [one, two] = waits;
+        let members = [batch, latency(2, 4_000, one), latency(3, 1_000, two)];
+        runlist.step(Micros(now), &members).0
+    };
+    step(&mut runlist, 0, [false, false]);
+    assert_eq!(step(&mut runlist, 10, [true, true])[1..], [SOME, SOME]);
+    let alone = step(&mut runlist, 20, [true, false]);
+    assert_eq!(alone[1..], [Permit::Watched, SOME]);
+}
+
 /// A kernel may wait for one that is held.
 #[test]
 fn kernel_that_does_not_end_delays_others_by_a_bound() {

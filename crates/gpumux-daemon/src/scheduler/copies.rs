@@ -47,7 +47,7 @@ impl State {
     }
 
     fn share_link(&self, now: Micros, device: &mut Device) {
-        let policy = self.controller.policy(device.index);
+        let index = device.index;
         let elapsed = device.links[0].since(now).as_secs_f64();
         for domain in device.domains.values_mut() {
             domain.note_copies(elapsed);
@@ -67,7 +67,7 @@ impl State {
             }
             let bytes = copied.iter().map(|(tenant, all)| (*tenant, all.bytes));
             let shares = |tenants: &[TenantId]| {
-                let bounds = self.bounds(policy, &tenants.iter().copied().collect());
+                let bounds = self.bounds(index, &tenants.iter().copied().collect());
                 let share = |tenant| bounds.get(tenant).map_or(0.0, |bound| bound.share);
                 tenants.iter().map(share).collect()
             };

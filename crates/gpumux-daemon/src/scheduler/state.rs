@@ -8,7 +8,7 @@ use std::{
 };
 
 use gpumux_core::{
-    Costs, DomainId, Micros, Policy, Snapshot, TenantId, TenantSpec, TenantState, UserId,
+    Costs, DomainId, Micros, Snapshot, TenantId, TenantSpec, TenantState, UserId,
     controller::{self, Controller},
     policy::{self, Bound},
 };
@@ -176,7 +176,7 @@ impl State {
     /// What each of these tenants is sure of on a device if all of them have work: its share, and its longest wait.
     pub(super) fn bounds(
         &self,
-        policy: &dyn Policy,
+        device: usize,
         tenants: &BTreeSet<TenantId>,
     ) -> BTreeMap<TenantId, Bound> {
         let present = self.tenants.iter().filter(|(id, _)| tenants.contains(id));
@@ -187,10 +187,12 @@ impl State {
         });
         let snapshot = Snapshot {
             users: self.weights.clone(),
+            costs: self.controller.costs(device),
             ..Snapshot::of_tenants(tenants.collect())
         };
-        let bounds = policy.bounds(&snapshot).into_iter();
-        bounds.map(|bound| (bound.tenant, bound)).collect()
+        let bounds = self.controller.policy(device).bounds(&snapshot);
+        let named = bounds.into_iter().map(|bound| (bound.tenant, bound));
+        named.collect()
     }
 
     /// Whether a tenant may use a device.

@@ -102,7 +102,7 @@ impl Engine {
         }
         for (uuid, device) in &self.state.devices {
             let policy = self.state.controller.policy(device.index);
-            let entitled = self.state.bounds(policy, &device.tenants());
+            let entitled = self.state.bounds(device.index, &device.tenants());
             view.devices.push(types::Device {
                 uuid: uuid.clone(),
                 index: None,

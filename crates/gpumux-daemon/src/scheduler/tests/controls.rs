@@ -327,3 +327,18 @@ fn sixteen_tenants_cost_less_than_two_percent_of_a_cpu() {
     println!("{:.2}% of a CPU, {stats:?}", part * 100.0);
     assert!(part < 0.02, "{part}");
 }
+
+#[test]
+fn longest_waits_grow_where_controls_take_longer() {
+    let wait = |busy: u64| {
+        let mut bench = Bench::new();
+        bench.add(1, Class::Latency);
+        bench.add(2, Class::Batch);
+        bench.add(3, Class::Batch);
+        bench.hardware().busy = busy;
+        bench.run(Micros::from_secs(3));
+        bench.domain(3).wait_bound_us
+    };
+    let (quick, slow) = (wait(0), wait(3_000));
+    assert!(slow > quick + 2_000, "{quick}, {slow}");
+}
