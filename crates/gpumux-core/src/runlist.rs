@@ -275,12 +275,12 @@ impl Runlist {
         let has_neighbours = neighbours.peek().is_some();
         // In a neighbour's time nothing but the driver's timeslices keeps it apart from others that launch then, too.
         let own = current == Some(member.id);
-        let rival = |it: &Member| it.id != member.id && it.latency && it.wants();
-        let rivals = !own && has_neighbours && members.iter().any(rival);
+        let launches_too = |it: &Member| it.id != member.id && it.latency && it.wants();
+        let several = !own && has_neighbours && members.iter().any(launches_too);
         let ahead = Micros(member.timeslice.0 / AHEAD).clamp(OUTSTANDING, MOST_OUTSTANDING);
         match may {
             false => Permit::Hold,
-            true if rivals => Permit::Budget(OUTSTANDING),
+            true if several => Permit::Budget(OUTSTANDING),
             true if neighbours.any(Member::wants) => Permit::Watched,
             true if has_neighbours || member.timeslice == Timeslice::MAX => Permit::Free,
             true if member.gives_way() => Permit::Budget(OUTSTANDING),

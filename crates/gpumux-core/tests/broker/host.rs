@@ -1,4 +1,4 @@
-//! The host's memory for moved memory: who may take how much of it.
+//! The host's memory for moved memory: which process takes how much of it.
 
 use gpumux_core::{
     Class, Micros, TenantId,

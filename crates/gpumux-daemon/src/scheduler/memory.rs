@@ -233,7 +233,7 @@ impl MemoryMoves {
         match command {
             Command::Order(process, op, order) => {
                 let session = SessionId(process.0);
-                // A gate that has been ordered to close must hear that it may open.
+                // A gate that has been ordered to close must be ordered to open.
                 if order == Order::Resume {
                     state.send_or_end(session, &message(op, order));
                     return None;
