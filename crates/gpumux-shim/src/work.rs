@@ -556,6 +556,16 @@ mod tests {
     }
 
     #[test]
+    fn errors_that_end_a_context_are_not_refusals() {
+        let ending = [214, 220, 226, 700, 702, 710, 714, 719, 721];
+        assert_eq!(ending.map(is_fatal), [true; 9]);
+        assert_eq!(
+            [215, 217, 225, 701, 711, 713, 720].map(is_fatal),
+            [false; 7]
+        );
+    }
+
+    #[test]
     fn copy_during_a_query_is_not_taken_for_complete() {
         let (stream, state) = stream_at(0);
         for own in [false, true] {

@@ -617,8 +617,8 @@ fn await_copies() -> Vec<(u64, Result<(), String>)> {
 
 /// Whether a context can do nothing any more but tell its error, which may also be that its device is lost.
 fn is_broken(context: u64) -> bool {
-    // `CUDA_ERROR_DEVICE_UNAVAILABLE`, `ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`, `CONTAINED`, `UNKNOWN`
-    let is_lost = |it| matches!(it, 46 | 214 | 220 | 721 | 999);
+    // `CUDA_ERROR_DEVICE_UNAVAILABLE`, `UNKNOWN`
+    let is_lost = |it| matches!(it, 46 | 999);
     let Ok(stream) = stream(context) else {
         return false;
     };

@@ -33,11 +33,11 @@ pub(super) const PER_THREAD: u64 = 2;
 pub(super) const FREE: u64 = 0;
 pub(super) const ORPHAN: u64 = u64::MAX;
 
-/// Results after which a context's work has ended for good: addresses, assertions, launches and
-/// instructions that went wrong (`CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`, but for
-/// those between that are refusals).
+/// Results after which a context's work has ended for good: the hardware (`CUDA_ERROR_ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`,
+/// `CONTAINED`), addresses, assertions, launches and instructions that went wrong (`CUDA_ERROR_ILLEGAL_ADDRESS` to
+/// `CUDA_ERROR_LAUNCH_FAILED`, but for those between that are refusals), `CUDA_ERROR_TENSOR_MEMORY_LEAK`.
 pub(crate) const fn is_fatal(result: CUresult) -> bool {
-    matches!(result, 700 | 702 | 710 | 714..=719)
+    matches!(result, 214 | 220 | 226 | 700 | 702 | 710 | 714..=719 | 721)
 }
 
 /// A context of this process has seen an error that ends it.
