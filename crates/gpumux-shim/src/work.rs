@@ -445,12 +445,12 @@ pub(crate) fn call_back(real: impl FnOnce() -> CUresult) -> CUresult {
 pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     hold::submitted();
     let key = page().and_then(|_| Key::new(stream, false));
-    if let Some(key) = key.filter(|key| key.handle > PER_THREAD)
-        && let Some(place) = key.find()
-    {
+    if let Some(key) = key.filter(|key| key.handle > PER_THREAD) {
         slow(|slow| {
-            let state = &STATES[place];
+            hold::forget_stream(key.handle);
             slow.end_capture_of(key);
+            let Some(place) = key.find() else { return };
+            let state = &STATES[place];
             if !state.is_clean() && !is_capturing_anywhere() {
                 within(state.context.load(Ordering::Relaxed), || {
                     leave_event(state, stream)
