@@ -333,7 +333,7 @@ impl Space {
         let keep = !block.stays()
             && block.elastic.is_none()
             && !device.native
-            && block.away() == 0
+            && block.held() == block.bytes
             && kept + block.bytes <= batch(device.total);
         if keep && let Some(block) = self.blocks.get_mut(&at) {
             block.forget_advice();
