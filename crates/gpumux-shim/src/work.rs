@@ -50,7 +50,7 @@ use self::{
     streams::{
         COPIES_LOST, FREE, GROUPS, HANDLES, Key, LOST, ORPHAN, PER_THREAD, POLLER_WANTED, STATES,
         STREAMS, Seen, Stream, UNKNOWN, ask, count, insert, is_capturing, lose, note, places,
-        settle, slow, thread_number, undisturbed,
+        settle, slow, undisturbed,
     },
 };
 use crate::ground::{
@@ -171,7 +171,7 @@ fn counted(
     }
     let place = key.and_then(|key| key.find().or_else(|| insert(key)));
     let Some(state) = place.map(|place| &STATES[place]) else {
-        if key.is_some() || thread_number().is_none() {
+        if key.is_some() {
             lose(GROUPS.load(Ordering::Acquire));
         }
         return (real(), None);
@@ -444,16 +444,13 @@ pub(crate) fn call_back(real: impl FnOnce() -> CUresult) -> CUresult {
 /// A stream is destroyed; what it still has to do runs on unseen.
 pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     hold::submitted();
-    let place = page()
-        .and_then(|_| Key::new(stream, false))
-        .and_then(Key::find);
-    if let Some(place) = place.filter(|_| stream as u64 > PER_THREAD) {
+    let key = page().and_then(|_| Key::new(stream, false));
+    if let Some(key) = key.filter(|key| key.handle > PER_THREAD) {
         slow(|slow| {
+            hold::forget_stream(key.handle);
+            slow.end_capture_of(key);
+            let Some(place) = key.find() else { return };
             let state = &STATES[place];
-            slow.end_capture_of(Key {
-                handle: stream as u64,
-                scope: 0,
-            });
             if !state.is_clean() && !is_capturing_anywhere() {
                 within(state.context.load(Ordering::Relaxed), || {
                     leave_event(state, stream)
@@ -556,6 +553,16 @@ mod tests {
     }
 
     #[test]
+    fn errors_that_end_a_context_are_not_refusals() {
+        let ending = [214, 220, 226, 700, 702, 710, 714, 719, 721];
+        assert_eq!(ending.map(is_fatal), [true; 9]);
+        assert_eq!(
+            [215, 217, 225, 701, 711, 713, 720].map(is_fatal),
+            [false; 7]
+        );
+    }
+
+    #[test]
     fn copy_during_a_query_is_not_taken_for_complete() {
         let (stream, state) = stream_at(0);
         for own in [false, true] {
@@ -582,6 +589,18 @@ mod tests {
         assert_eq!(observe_stream(stream, false, || SUCCESS), SUCCESS);
         assert_eq!(destroy_stream(stream, || SUCCESS), SUCCESS);
         assert_eq!(HANDLES[1].load(Ordering::Acquire), FREE);
+    }
+
+    #[test]
+    fn default_streams_of_later_threads_are_told_apart() {
+        let (stream, _) = stream_at(3);
+        let key = |thread| Key {
+            thread,
+            ..Key::new(stream, false).expect("a key")
+        };
+        STATES[3].thread.store(1 << 16 | 1, Ordering::Relaxed);
+        assert!(key(1).find().is_none());
+        assert_eq!(key(1 << 16 | 1).find(), Some(3));
     }
 
     #[test]

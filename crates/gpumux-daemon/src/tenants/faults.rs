@@ -129,6 +129,9 @@ impl Faults {
 const SERVER_LOST: u32 = 806;
 /// Errors by which a process learns that its MPS server gave it up, the other being `CUDA_ERROR_MPS_CLIENT_TERMINATED`.
 const COLLATERAL: [u32; 2] = [SERVER_LOST, 810];
+/// `CUDA_ERROR_ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`, `CONTAINED`: errors of the hardware, whichever client gets them. The last may
+/// also be that of an access to a peer's memory, but proves none.
+const HARDWARE: [u32; 3] = [214, 220, 226];
 /// No client's fault.
 pub(super) const SERVER: &str = "the group's server ended, or hung";
 /// A process that goes away while a kernel of it runs ends the others, as a fault does.
@@ -145,14 +148,17 @@ pub(super) fn server_lost(crashes: &[Crash], told: bool) -> bool {
     told && !crashes.iter().any(is_origin)
 }
 
-/// Which client caused a fault, if there is evidence, and which: the log of the group's server comes first, then a client that had ended
-/// in the middle of its work, then, of all members, the only one that got an error of its own.
+/// Which client caused a fault, if there is evidence, and which: for an error of the hardware none; else the log of the group's server
+/// comes first, then a client that had ended in the middle of its work, then, of all members, the only one that got an error of its own.
 pub(super) fn faulting_client(
     crashes: &[Crash],
     said: &str,
     members: &[TenantId],
     whose: impl Fn(u32) -> Option<TenantId>,
 ) -> (Option<TenantId>, String) {
+    if let Some(Crash { error, .. }) = crashes.iter().find(|it| HARDWARE.contains(&it.error)) {
+        return (None, format!("error {error} is one of the hardware"));
+    }
     let named = said.lines().find_map(|line| {
         let (before, _) = line.split_once(" caused")?;
         before.rsplit_once("lient ")?.1.parse::<u32>().ok()
@@ -272,6 +278,14 @@ mod tests {
             // There is one more, of whom nothing is known.
             (vec![crash(1, 700, true)], "", 2, None),
             (vec![], "", 1, None),
+            // The hardware has failed, whichever client gets that error.
+            (vec![crash(1, 214, true)], "", 1, None),
+            (
+                vec![crash(1, 700, true), crash(2, 220, true)],
+                said,
+                2,
+                None,
+            ),
             // A third one ended in the middle of its work, and is the first suspect, but not if the server reports another.
             (vec![crash(1, 700, true), ended(3, true)], "", 1, Some(3)),
             (vec![crash(2, 700, true), ended(3, true)], said, 2, Some(2)),

@@ -333,7 +333,7 @@ impl Space {
         let keep = !block.stays()
             && block.elastic.is_none()
             && !device.native
-            && block.away() == 0
+            && block.held() == block.bytes
             && kept + block.bytes <= batch(device.total);
         if keep && let Some(block) = self.blocks.get_mut(&at) {
             block.forget_advice();
@@ -391,7 +391,10 @@ fn free_deferred() {
 /// `cuCtxDestroy`: a context's memory goes with it.
 pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
     let gone = |result: &CUresult| (*result == SUCCESS).then_some(context as u64);
-    end_context(|| work::destroy_context(context, real), gone)
+    end_context(
+        || work::destroy_context([context, std::ptr::null_mut()], real),
+        gone,
+    )
 }
 
 /// `cuCtxDetach`: the context goes with the last that was attached to it.
@@ -425,7 +428,7 @@ pub(crate) fn destroy_green(green: CUcontext, real: impl FnOnce() -> CUresult) -
     let end = || {
         asked.into_iter().for_each(swap::end_context);
         // Its default streams are known by the context, the others by both.
-        work::destroy_context(green, || work::destroy_context(context, real))
+        work::destroy_context([context, green], real)
     };
     end_context(end, gone)
 }

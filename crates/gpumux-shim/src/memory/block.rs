@@ -73,7 +73,7 @@ enum Place {
     Device(Chunk),
     /// Host addresses and lengths; at [`NOWHERE`]: they were discarded.
     Host(Vec<(usize, usize)>),
-    /// There is no memory but the scratch page.
+    /// There is no memory; of an elastic range, the scratch page.
     Out,
 }
 
@@ -389,6 +389,15 @@ impl Block {
         for (slot, chunk) in self.chunks.iter_mut().skip(first).zip(chunks) {
             slot.place = Place::Device(chunk);
         }
+    }
+
+    /// What is away does not come back. How many bytes that is.
+    pub(crate) fn forget_away(&mut self) -> u64 {
+        let bytes = self.away();
+        let slots = self.chunks.iter_mut().map(|slot| &mut slot.place);
+        let away = slots.filter(|place| matches!(place, Place::Host(_)));
+        away.for_each(|place| *place = Place::Out);
+        bytes
     }
 
     // ---- What the program says of it -------------------------------------------------------------

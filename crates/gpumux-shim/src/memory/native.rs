@@ -67,16 +67,11 @@ fn note_native(at: u64, device: c_int, bytes: u64, pool: u64) {
 
 pub(crate) fn give_natives(gone: impl IntoIterator<Item = Native>) {
     for it in gone {
-        let kept = with(|space| space.keep_in_pool(it));
-        give_rest(kept);
-    }
-}
-
-/// What no pool keeps goes back to the lease.
-fn give_rest(gone: Result<(), Native>) {
-    match gone {
-        Ok(()) => pools::watch(),
-        Err(it) => give(it.device, it.bytes, true),
+        match with(|space| space.keep_in_pool(it)) {
+            Ok(()) => pools::watch(),
+            // What no pool keeps goes back to the lease.
+            Err(it) => give(it.device, it.bytes, true),
+        }
     }
 }
 
@@ -303,15 +298,21 @@ pub(crate) fn release_handle(handle: u64, real: impl FnOnce() -> CUresult) -> CU
 }
 
 pub(crate) fn release_native(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    match off() {
+        true => gate::through(real),
+        false => release_counted(address, real),
+    }
+}
+
+fn release_counted(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    // Before its address may be another's.
+    let gone = with(|space| space.natives.remove(&address));
     let result = gate::through(real);
-    if result == SUCCESS && !off() {
-        let gone = with(|space| {
-            let it = space.natives.remove(&address)?;
-            Some(space.keep_in_pool(it))
-        });
-        if let Some(gone) = gone {
-            give_rest(gone);
-        }
+    match gone {
+        Some(it) if result != SUCCESS => with(|space| {
+            space.natives.entry(address).or_insert(it);
+        }),
+        gone => give_natives(gone),
     }
     result
 }
@@ -345,6 +346,43 @@ mod tests {
         assert_eq!(
             shape(usize::MAX, usize::MAX, 2, FLOAT, 4).bytes(9),
             u64::MAX
+        );
+    }
+
+    /// An allocation of so many bytes, of no pool.
+    const fn native(bytes: u64) -> Native {
+        Native {
+            device: 90,
+            bytes,
+            context: 0,
+            pool: 0,
+        }
+    }
+
+    fn bytes_at(address: u64) -> Option<u64> {
+        with(|space| space.natives.get(&address).map(|it| it.bytes))
+    }
+
+    #[test]
+    fn address_given_out_again_during_its_free_stays_counted() {
+        const AT: u64 = 0x1_0000;
+        with(|space| space.natives.insert(AT, native(1)));
+        let freed = release_counted(AT, || {
+            // Another thread gets the same address before this call has returned.
+            with(|space| space.natives.insert(AT, native(2)));
+            SUCCESS
+        });
+        assert_eq!((freed, bytes_at(AT)), (SUCCESS, Some(2)));
+    }
+
+    #[test]
+    fn memory_that_the_driver_does_not_free_stays_counted() {
+        const AT: u64 = 0x2_0000;
+        with(|space| space.natives.insert(AT, native(1)));
+        assert_eq!((release_counted(AT, || 700), bytes_at(AT)), (700, Some(1)));
+        assert_eq!(
+            (release_counted(AT, || SUCCESS), bytes_at(AT)),
+            (SUCCESS, None)
         );
     }
 }

@@ -102,7 +102,8 @@ pub(crate) unsafe fn create(
 ) -> CUresult {
     /// `CU_MEM_LOCATION_TYPE_DEVICE`
     const DEVICE: c_int = 1;
-    let result = gate::through(real);
+    // One that is being destroyed is not taken for this: it may have had the same handle.
+    let result = gate::through(|| without_use(real));
     if result == SUCCESS && !space::off() {
         // SAFETY: the driver has read the one and written the other.
         let (pool, it) = unsafe { (*out, &*properties) };

@@ -6,7 +6,7 @@
 mod tables;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     ffi::c_int,
     sync::{
         Mutex, MutexGuard,
@@ -518,6 +518,19 @@ impl Space {
         self.spares.contains(&at)
     }
 
+    /// What is away of these contexts does not come back: they have failed for good.
+    pub(crate) fn forget_away(&mut self, contexts: &BTreeSet<u64>) {
+        let blocks = self.blocks.values_mut();
+        let blocks = blocks.filter(|it| contexts.contains(&it.context));
+        let blocks = blocks.map(|it| (it.device, it.forget_away()));
+        let physicals = self.physicals.values_mut();
+        let physicals = physicals.filter(|it| contexts.contains(&it.context));
+        let physicals = physicals.map(|it| (it.device, it.forget_away()));
+        for (device, bytes) in blocks.chain(physicals).collect::<Vec<_>>() {
+            self.drop_bytes(device, bytes);
+        }
+    }
+
     /// So much of a device's memory is on the host now.
     pub(crate) fn set_away(&mut self) {
         for (ordinal, device) in &mut self.devices {
@@ -635,5 +648,13 @@ impl Space {
     pub(crate) fn used_for_tests(&self, device: c_int) -> (u64, u64) {
         let known = &self.devices[&device];
         (known.movable.used, known.pinned.used)
+    }
+
+    /// What the daemon receives of a device as being on the host.
+    pub(crate) fn swapped_for_tests(&mut self, device: c_int) -> u64 {
+        match self.devices.get_mut(&device).expect("known").holds() {
+            Shim::Holds { swapped, .. } => swapped,
+            other => unreachable!("{other:?}"),
+        }
     }
 }

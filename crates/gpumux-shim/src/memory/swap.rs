@@ -485,7 +485,12 @@ impl Mover {
                 _ => {}
             }
         }
-        space::with(|space| space.set_away());
+        space::with(|space| {
+            if failed.is_none() {
+                space.forget_away(&failures.lost);
+            }
+            space.set_away();
+        });
         match failed {
             Some(why) => Err(why),
             None => {
@@ -617,8 +622,8 @@ fn await_copies() -> Vec<(u64, Result<(), String>)> {
 
 /// Whether a context can do nothing any more but tell its error, which may also be that its device is lost.
 fn is_broken(context: u64) -> bool {
-    // `CUDA_ERROR_DEVICE_UNAVAILABLE`, `ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`, `CONTAINED`, `UNKNOWN`
-    let is_lost = |it| matches!(it, 46 | 214 | 220 | 721 | 999);
+    // `CUDA_ERROR_DEVICE_UNAVAILABLE`, `UNKNOWN`
+    let is_lost = |it| matches!(it, 46 | 999);
     let Ok(stream) = stream(context) else {
         return false;
     };
@@ -920,6 +925,7 @@ fn fitting(step: usize, need: usize, available: u64) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{ground::driver::AllocationProp, memory::block::tests::block};
 
     #[test]
     fn host_memory_grows_by_what_is_needed_where_a_step_has_no_room() {
@@ -969,6 +975,49 @@ mod tests {
         // Also beside a context that is broken.
         failures.add(1, Err("gone".into()), |_| true);
         assert_eq!(failures.why.as_deref(), Some("no"));
+    }
+
+    #[test]
+    fn memory_of_a_broken_context_does_not_stay_on_the_host() {
+        const BYTES: u64 = 4 << 20;
+        let mut space = space::Space::default();
+        space.know_for_tests(0);
+        space.book_more(0, 3 * BYTES);
+        let prop = AllocationProp::default();
+        let physical = space::Physical::new(3, BYTES, 1, prop);
+        let host = || vec![(0x1000, BYTES as usize)];
+        space.physicals.insert(
+            7,
+            space::Physical {
+                host: host(),
+                ..physical
+            },
+        );
+        for (at, context) in [(BYTES, 1), (2 * BYTES, 2)] {
+            let mut made = block(BYTES);
+            made.context = context;
+            space.blocks.insert(at, made);
+            assert!(space.leave(at, 0, host()).is_some());
+        }
+        space.set_away();
+        assert_eq!(space.swapped_for_tests(0), 3 * BYTES);
+        // That of context 2 comes back, and context 1 is lost.
+        let chunk = vmm::Chunk {
+            handle: 9,
+            bytes: BYTES,
+        };
+        space
+            .blocks
+            .get_mut(&(2 * BYTES))
+            .expect("there")
+            .arrived(0, vec![chunk]);
+        space.forget_away(&[1].into());
+        space.set_away();
+        assert_eq!(space.swapped_for_tests(0), 0);
+        assert_eq!(space.used_for_tests(0), (BYTES, 0));
+        assert!(choice::gone(&space).is_empty());
+        let left = choice::goods(&space, u64::MAX);
+        assert_eq!(left.iter().map(|it| it.context).collect::<Vec<_>>(), [2]);
     }
 
     #[test]

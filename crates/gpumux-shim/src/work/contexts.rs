@@ -8,7 +8,7 @@ use std::{
 
 use gpumux_wire::page::SLOTS;
 
-use super::streams::{CLAIMED, GROUPS, MADE, Slow, UNKNOWN, begin_counting, lose, slow};
+use super::streams::{CLAIMED, GROUPS, MADE, Slow, UNKNOWN, begin_counting, is_fatal, lose, slow};
 use crate::{
     ground::{
         context::{current_context, page},
@@ -24,7 +24,7 @@ functions! {
     primary_state c"cuDevicePrimaryCtxGetState" (c_int, *mut u32, *mut c_int);
 }
 
-/// The driver has taken a group from a context that goes on: the process was checkpointed.
+/// The driver has taken a group from a context that may go on: the process was checkpointed.
 static REMADE: AtomicBool = AtomicBool::new(false);
 
 /// A context is made: the groups that this thread makes meanwhile are its own.
@@ -71,8 +71,8 @@ pub(crate) fn context_of(slot: u32) -> Option<u64> {
     slow(of).flatten()
 }
 
-/// The compute group of this slot is gone. Whether its context is not: the driver has taken a checkpoint of the process, and will make
-/// another group for it.
+/// The compute group of this slot is gone. Whether a context has claimed it, so that another group may have the slot: the context ends,
+/// or the driver has taken a checkpoint of the process and will make another group for it.
 pub(crate) fn group_gone(slot: u32) -> bool {
     if slot >= SLOTS as u32 {
         return false;
@@ -88,11 +88,17 @@ pub(crate) fn take_remade() -> bool {
     REMADE.swap(false, Ordering::AcqRel)
 }
 
-pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
-    if page().is_some() && !context.is_null() {
-        slow(|slow| slow.forget_context(context as u64));
+/// Contexts are destroyed by one call: a green one has two handles, and its streams may be known by either. Null is none.
+pub(crate) fn destroy_context(
+    contexts: [CUcontext; 2],
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    if page().is_none() {
+        return real();
     }
-    real()
+    // The error may be that of its work, after which there is nothing left to ask.
+    let is_gone = |result| result == SUCCESS || is_fatal(result);
+    end(contexts.map(|it| it as u64), real, is_gone)
 }
 
 /// Whether a device has a primary context.
@@ -126,7 +132,7 @@ pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) ->
     let Some(context) = page().and_then(|_| primary_context(device)) else {
         return real();
     };
-    end(context, real, |_| !is_active(device))
+    end([context, 0], real, |_| !is_active(device))
 }
 
 /// Whether this thread's context, which was this one, is still there. One that is gone may be current further on, and must not be entered.
@@ -145,12 +151,13 @@ pub(crate) fn detach_context(context: CUcontext, real: impl FnOnce() -> CUresult
     }
     let context = context as u64;
     let is_gone = |result| result == SUCCESS && !is_there(context);
-    end(context, real, is_gone)
+    end([context, 0], real, is_gone)
 }
 
-/// A call that may end a context. It is forgotten if it is gone then.
+/// A call that may end contexts; 0 is none. They are forgotten if they are gone then: only now, or a thread that finds a stream of
+/// theirs meanwhile would make them known again.
 fn end(
-    context: u64,
+    contexts: [u64; 2],
     real: impl FnOnce() -> CUresult,
     is_gone: impl FnOnce(CUresult) -> bool,
 ) -> CUresult {
@@ -158,18 +165,46 @@ fn end(
     let result = slow(|slow| {
         // Under both locks, so that the poller is not in a context that goes.
         let mut result = None;
-        let gone = hold::end(context, || {
+        let gone = hold::end(contexts[0], || {
             result = real.take().map(|real| real());
             result.is_some_and(is_gone)
         });
-        if gone {
-            slow.forget_context(context);
-        }
+        let gone = contexts.into_iter().filter(|it| gone && *it != 0);
+        gone.for_each(|it| slow.forget_context(it));
         result
     });
     match (result.flatten(), real) {
         (Some(result), _) => result,
         (None, Some(real)) => real(),
         (None, None) => SUCCESS,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpumux_wire::page::Page;
+
+    use super::*;
+    use crate::ground::context;
+
+    #[test]
+    fn only_a_context_that_is_destroyed_is_forgotten() {
+        context::set_page(Box::leak(Box::new(Page::create().expect("a page").0)));
+        const SLOT: u32 = 40;
+        let context = 0xde57 as CUcontext;
+        let known = || context_of(SLOT) == Some(context as u64);
+        let destroy = |contexts, result| {
+            slow(|slow| slow.contexts.push((context as u64, 1 << SLOT)));
+            assert_eq!(destroy_context(contexts, || result), result);
+        };
+        const INVALID_CONTEXT: CUresult = 201;
+        destroy([context, ptr::null_mut()], INVALID_CONTEXT);
+        assert!(known());
+        destroy([context, ptr::null_mut()], SUCCESS);
+        assert!(!known());
+        destroy([0x97ee as CUcontext, context], SUCCESS);
+        assert!(!known(), "by its other handle");
+        destroy([context, ptr::null_mut()], 700);
+        assert!(!known(), "its work has ended");
     }
 }

@@ -627,32 +627,44 @@ pub(crate) fn submitted() {
 /// Ends holds in the order of their work's stream, so that the group keeps its turn until that is done.
 #[cold]
 fn end_kept() {
-    for index in bits(KEPT.swap(0, Ordering::AcqRel).into()) {
-        let (index, place) = (index as usize, &TABLE[index as usize]);
+    for index in bits(KEPT.load(Ordering::Acquire).into()) {
+        let (index, place, bit) = (index as usize, &TABLE[index as usize], 1 << index);
+        // Before it is anyone's to end the hold: the stream is not destroyed meanwhile.
+        let state = try_lock(&place.state);
+        if KEPT.fetch_and(!bit, Ordering::AcqRel) & bit == 0 {
+            continue;
+        }
         let ticket = place.ticket.load(Ordering::Acquire);
         let over =
             words(index).is_none_or(|words| words.finished.load(Ordering::Acquire) == ticket);
-        if !over && !release_behind(index, place.stream.load(Ordering::Acquire), ticket) {
+        if !over && !state.is_some_and(|state| release_behind(place, state.words, ticket)) {
             release(index);
         }
     }
 }
 
-fn release_behind(index: usize, stream: u64, ticket: u32) -> bool {
+/// To be called under the lock of the place.
+fn release_behind(place: &Place, address: u64, ticket: u32) -> bool {
     let Some(write) = stream_write() else {
         return false;
     };
-    let place = &TABLE[index];
-    let Some(address) = try_lock(&place.state).map(|state| state.words) else {
-        return false;
-    };
-    if address == 0 || is_capturing_anywhere() {
+    let stream = place.stream.load(Ordering::Acquire);
+    if stream == 0 || address == 0 || is_capturing_anywhere() {
         return false;
     }
     let context = place.context.load(Ordering::Acquire);
-    // SAFETY: the stream of the program's last work, whose destruction ends the hold first, and a mapped word.
+    // SAFETY: the stream of the program's last work, which `forget_stream` keeps from being destroyed, and a mapped word.
     let write = || unsafe { write(stream as CUstream, address, ticket, 0) == SUCCESS };
     within(context, write).unwrap_or(false)
+}
+
+/// A stream is about to be destroyed: from here on no hold ends behind it. Called under the lock of [`work`].
+pub(crate) fn forget_stream(stream: u64) {
+    let used = |place: &&Place| place.context.load(Ordering::Acquire) != 0;
+    for place in TABLE.iter().filter(used) {
+        let _state = lock(&place.state);
+        let _ = (place.stream).compare_exchange(stream, 0, Ordering::AcqRel, Ordering::Acquire);
+    }
 }
 
 /// The program is about to wait for a whole context: not for a hold that no work has met.
@@ -857,6 +869,25 @@ mod tests {
         assert!(end(CONTEXT, || true));
         assert_eq!(find(CONTEXT), None);
         assert!(end(CONTEXT, || true), "one that never had streams");
+    }
+
+    #[test]
+    fn stream_is_there_until_no_hold_ends_behind_it() {
+        const CONTEXT: u64 = 0xc1;
+        const STREAM: u64 = 0x57;
+        know(CONTEXT, 1);
+        let place = &TABLE[find(CONTEXT).unwrap()];
+        place.stream.store(STREAM, Ordering::Release);
+        // As while a hold ends.
+        let state = lock(&place.state);
+        std::thread::scope(|scope| {
+            let destroys = scope.spawn(|| forget_stream(STREAM));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!destroys.is_finished());
+            drop(state);
+        });
+        assert_eq!(place.stream.load(Ordering::Acquire), 0);
+        end(CONTEXT, || true);
     }
 
     #[test]

@@ -33,11 +33,11 @@ pub(super) const PER_THREAD: u64 = 2;
 pub(super) const FREE: u64 = 0;
 pub(super) const ORPHAN: u64 = u64::MAX;
 
-/// Results after which a context's work has ended for good: addresses, assertions, launches and
-/// instructions that went wrong (`CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`, but for
-/// those between that are refusals).
+/// Results after which a context's work has ended for good: the hardware (`CUDA_ERROR_ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`,
+/// `CONTAINED`), addresses, assertions, launches and instructions that went wrong (`CUDA_ERROR_ILLEGAL_ADDRESS` to
+/// `CUDA_ERROR_LAUNCH_FAILED`, but for those between that are refusals), `CUDA_ERROR_TENSOR_MEMORY_LEAK`.
 pub(crate) const fn is_fatal(result: CUresult) -> bool {
-    matches!(result, 700 | 702 | 710 | 714..=719)
+    matches!(result, 214 | 220 | 226 | 700 | 702 | 710 | 714..=719 | 721)
 }
 
 /// A context of this process has seen an error that ends it.
@@ -73,8 +73,9 @@ pub(super) fn notice(result: CUresult) -> bool {
 /// What is known of one stream. Counts never go down, also when another stream takes the place.
 #[repr(align(64))]
 pub(super) struct Stream {
-    /// Tells default streams apart: which context's, and whose thread's.
+    /// Tells default streams apart: which context's, and which thread's.
     pub(super) scope: AtomicU64,
+    pub(super) thread: AtomicU64,
     /// Pieces of work that the program has begun to submit.
     pub(super) started: AtomicU64,
     /// Those whose submission has returned.
@@ -100,6 +101,7 @@ pub(super) static HANDLES: [AtomicU64; STREAMS] = [const { AtomicU64::new(FREE) 
 pub(super) static STATES: [Stream; STREAMS] = [const {
     Stream {
         scope: AtomicU64::new(0),
+        thread: AtomicU64::new(0),
         started: AtomicU64::new(0),
         returned: AtomicU64::new(0),
         done: AtomicU64::new(0),
@@ -173,7 +175,9 @@ pub(super) static CLAIMED: AtomicU64 = AtomicU64::new(0);
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Key {
     pub(super) handle: u64,
+    /// See [`Stream`].
     pub(super) scope: u64,
+    pub(super) thread: u64,
 }
 
 impl Key {
@@ -184,13 +188,16 @@ impl Key {
             0 => LEGACY,
             handle => handle,
         };
-        let scope = match handle {
-            LEGACY => current_context()?,
-            // Addresses have 47 bits.
-            PER_THREAD => current_context()? | thread_number()? << 48,
-            _ => 0,
+        let (scope, thread) = match handle {
+            LEGACY => (current_context()?, 0),
+            PER_THREAD => (current_context()?, thread_number()),
+            _ => (0, 0),
         };
-        Some(Self { handle, scope })
+        Some(Self {
+            handle,
+            scope,
+            thread,
+        })
     }
 
     /// Where the stream is, if it is known.
@@ -198,6 +205,7 @@ impl Key {
         let is = |place: usize| {
             HANDLES[place].load(Ordering::Acquire) == self.handle
                 && STATES[place].scope.load(Ordering::Relaxed) == self.scope
+                && STATES[place].thread.load(Ordering::Relaxed) == self.thread
         };
         let last = LAST.get();
         if is(last) {
@@ -209,13 +217,12 @@ impl Key {
     }
 }
 
-pub(super) fn thread_number() -> Option<u64> {
+fn thread_number() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     if THREAD.get() == 0 {
         THREAD.set(NEXT.fetch_add(1, Ordering::Relaxed));
     }
-    // Later threads cannot be told apart: their work is lost track of.
-    Some(THREAD.get()).filter(|number| *number < 1 << 16)
+    THREAD.get()
 }
 
 /// Runs `work` under the lock. `None` within itself: libcuda may call its own exports through ours.
@@ -350,7 +357,7 @@ pub(super) fn insert(key: Key) -> Option<usize> {
             return Some(place);
         }
         let context = match key.handle {
-            LEGACY | PER_THREAD => key.scope & ((1 << 48) - 1),
+            LEGACY | PER_THREAD => key.scope,
             handle => {
                 let mut context = ptr::null_mut();
                 // SAFETY: the program's stream, and a place to write.
@@ -391,6 +398,7 @@ pub(super) fn insert(key: Key) -> Option<usize> {
         let state = &STATES[place];
         HANDLES[place].store(FREE, Ordering::Release);
         state.scope.store(key.scope, Ordering::Relaxed);
+        state.thread.store(key.thread, Ordering::Relaxed);
         state.slots.store(slots, Ordering::Relaxed);
         state.context.store(context, Ordering::Relaxed);
         state.green.store(green as u64, Ordering::Relaxed);
@@ -443,6 +451,7 @@ impl Slow {
                 self.end_capture_of(Key {
                     handle,
                     scope: state.scope.load(Ordering::Relaxed),
+                    thread: state.thread.load(Ordering::Relaxed),
                 });
                 let (_, copies) = state.so_far();
                 let all = (state.started.load(Ordering::Acquire), copies);

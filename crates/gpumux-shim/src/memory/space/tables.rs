@@ -55,6 +55,16 @@ impl Physical {
         !self.host.is_empty()
     }
 
+    /// What is away does not come back. How many bytes that is.
+    pub(super) fn forget_away(&mut self) -> u64 {
+        if !self.is_away() {
+            return 0;
+        }
+        // Nothing of it can move or is counted any more.
+        (self.host, self.pinned) = (Vec::new(), true);
+        std::mem::take(&mut self.bytes)
+    }
+
     /// Where it can be read and written.
     pub(crate) fn address(&self) -> Option<u64> {
         let mut mappings = self.mappings.iter();
