@@ -7,7 +7,7 @@ mod settings;
 use std::sync::Arc;
 
 use gpumux_core::{
-    Class, Hints, TenantSpec, is_name,
+    Class, Hints, MAX_NAME, TenantSpec, is_name,
     space::{self, Way},
 };
 use tokio::task::JoinSet;
