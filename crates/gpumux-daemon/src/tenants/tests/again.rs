@@ -74,3 +74,26 @@ async fn longest_name_is_the_same_after_a_restart() {
     let names = next.list().await.into_iter().map(|it| it.name);
     assert_eq!(names.collect::<Vec<_>>(), [longest, second]);
 }
+
+/// What a request changes after that, the next daemon does not know.
+#[tokio::test]
+async fn request_to_a_daemon_that_leaves_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = tenants(&dir).await;
+    first.create(&peer(0), new("a")).await.unwrap();
+    first.close().await;
+    let change = SpecChange {
+        class: Some(Class::Latency),
+        ..SpecChange::default()
+    };
+    let changed = first.change(0, "a", &change).await;
+    assert!(
+        matches!(changed, Err(TenantError::Stopped(_))),
+        "{changed:?}"
+    );
+    let deleted = first.delete(0, "a").await;
+    assert!(
+        matches!(deleted, Err(TenantError::Stopped(_))),
+        "{deleted:?}"
+    );
+}
