@@ -11,6 +11,9 @@ const FEW: usize = 16;
 const KEPT_FOR_ROOT: usize = 16;
 const KEPT_FOR_FEW: usize = 8;
 
+/// The user that all clients on TCP count as.
+pub(crate) const ON_TCP: u32 = u32::MAX;
+
 /// How many of all places stay free of this user, which has so many, so that others find some.
 pub(crate) fn kept(all: usize, uid: u32, own: usize) -> usize {
     match own {
