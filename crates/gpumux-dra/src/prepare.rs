@@ -251,14 +251,12 @@ impl Engine {
         if let Some(record) = self.store.get(&claim.uid)? {
             return self.unmake(&record).await;
         }
-        // Records go last: nothing of this claim is left, unless its record is damaged.
+        // Records go last, but one may be damaged, and the daemon may make a tenant after it was waited for.
         self.undescribe(&claim.uid)?;
-        if self.store.is_damaged()? {
-            let prefix = tenant_prefix(&claim.uid);
-            for tenant in self.daemon.tenants().await? {
-                if tenant.name.starts_with(&prefix) {
-                    self.end_tenant(&tenant.name).await?;
-                }
+        let prefix = tenant_prefix(&claim.uid);
+        for tenant in self.daemon.tenants().await? {
+            if tenant.name.starts_with(&prefix) {
+                self.end_tenant(&tenant.name).await?;
             }
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! What goes wrong under a running driver, and what comes back.
 
+use gpumux_daemon::api::types::NewTenant;
+
 use super::*;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -228,6 +230,26 @@ async fn tenants_that_the_daemon_lost_come_back_with_their_secret() {
     assert!(driver.engine.restore().await.unwrap() <= 1);
     let back = node.tenant(&claim).await.unwrap();
     assert_eq!((back.name, back.spec), (tenant.name, tenant.spec));
+    driver.stop().await;
+}
+
+/// The daemon made it after the driver had stopped waiting for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn tenant_of_an_unknown_claim_goes_with_the_claim() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let [claim, other] = ["first", "other"].map(|name| node.half(name));
+    for claim in [&claim, &other] {
+        let late = NewTenant {
+            name: Some(gpumux_dra::prepare::tenant_prefix(&claim.uid) + "0"),
+            kept: true,
+            ..NewTenant::default()
+        };
+        node.daemon.create(&late).await.unwrap();
+    }
+    kubelet.unprepare_one(&claim).await.unwrap();
+    assert!(node.tenant(&claim).await.is_none());
+    assert!(node.tenant(&other).await.is_some());
     driver.stop().await;
 }
 
