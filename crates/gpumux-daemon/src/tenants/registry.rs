@@ -369,7 +369,7 @@ impl Tenants {
         name: &str,
         exit: Exit,
     ) -> Result<Reported, TenantError> {
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         let id = table.owned(uid, name)?.id;
         let tenant = table.tenants.get_mut(&id);
         let life = &mut tenant
@@ -386,7 +386,7 @@ impl Tenants {
         name: &str,
         lost: LostOutput,
     ) -> Result<(), TenantError> {
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         let id = table.owned(uid, name)?.id;
         if let Some(tenant) = table.tenants.get_mut(&id) {
             tenant.life.lost(lost);

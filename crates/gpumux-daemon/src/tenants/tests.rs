@@ -19,7 +19,7 @@ use super::{
     testing::{CONTROL, child, member, new, peer, placement, tenants, with_groups},
 };
 use crate::{
-    api::types::{Created, NewCurve, NewTenant, Placement, SpecChange},
+    api::types::{Created, Exit, NewCurve, NewTenant, Placement, SpecChange},
     groups::{self, Key},
     link::SessionId,
     peer::ProcessId,

@@ -91,6 +91,11 @@ async fn request_to_a_daemon_that_leaves_is_refused() {
         matches!(changed, Err(TenantError::Stopped(_))),
         "{changed:?}"
     );
+    let reported = first.report_exit(0, "a", Exit::default()).await;
+    assert!(
+        matches!(reported, Err(TenantError::Stopped(_))),
+        "{reported:?}"
+    );
     let deleted = first.delete(0, "a").await;
     assert!(
         matches!(deleted, Err(TenantError::Stopped(_))),
