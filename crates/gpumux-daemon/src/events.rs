@@ -2,12 +2,13 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use gpumux_core::Ring;
+use gpumux_core::{MAX_NAME, Ring};
 use tokio::sync::watch;
 
 use crate::{
     api::types::{Event, EventKind},
     clock::since_1970,
+    quota::cut,
 };
 
 /// Events that are kept.
@@ -43,9 +44,9 @@ impl Log {
     fn push(&mut self, mut event: Event) -> u64 {
         self.number += 1;
         event.number = self.number;
-        event
-            .text
-            .truncate(event.text.floor_char_boundary(MAX_TEXT));
+        event.text = cut(event.text, MAX_TEXT);
+        // That of a request which was refused may be no name.
+        event.tenant = event.tenant.map(|name| cut(name, MAX_NAME));
         self.kept.push(event);
         self.number
     }
@@ -127,6 +128,20 @@ mod tests {
         assert_eq!(numbers(MAX_EVENTS as u64 + 8), [1033, 1034]);
         assert!(numbers(5000).is_empty());
         assert_eq!(ring.kept[0].text.len(), MAX_TEXT);
+    }
+
+    #[test]
+    fn words_of_a_client_take_bounded_room() {
+        let mut ring = Log::default();
+        let long = "€".repeat(20_000);
+        ring.push(Event {
+            tenant: Some(long.clone()),
+            ..event(long)
+        });
+        let Event { tenant, text, .. } = &ring.kept[0];
+        let room = |text: &String| (text.len(), text.capacity());
+        assert_eq!(tenant.as_ref().map(room), Some((63, 63)));
+        assert_eq!(room(text), (399, 399));
     }
 
     #[tokio::test]

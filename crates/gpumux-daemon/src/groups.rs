@@ -110,6 +110,8 @@ struct State {
     /// Its control daemon, and whether that has answered.
     process: Option<ProcessId>,
     ready: bool,
+    /// One of its control daemons has answered: it may have members.
+    answered: bool,
     /// An earlier daemon has started that.
     inherited: bool,
     /// Counts empty moments: a task that waits for the end of one compares it to see whether it is still the same.
@@ -125,8 +127,10 @@ struct Saved {
     key: Key,
     folder: PathBuf,
     gid: u32,
-    process: ProcessId,
-    ready: bool,
+    /// None: it is started again.
+    process: Option<ProcessId>,
+    #[serde(rename = "ready")]
+    answered: bool,
 }
 
 /// That a process is a client of a group that is not its own.
@@ -190,10 +194,10 @@ impl Groups {
         });
         for saved in store::read::<Vec<Saved>>(&groups.file) {
             // One that has never answered has nobody in it.
-            let Some(folder) = Folder::find(&saved.folder).filter(|_| saved.ready) else {
+            let Some(folder) = Folder::find(&saved.folder).filter(|_| saved.answered) else {
                 continue;
             };
-            let process = saved.process.watch().map(|_| saved.process);
+            let process = saved.process.filter(|it| it.watch().is_some());
             let group = Arc::new(Group {
                 key: saved.key.clone(),
                 folder,
@@ -201,6 +205,7 @@ impl Groups {
                 state: Mutex::new(State {
                     process,
                     ready: true,
+                    answered: true,
                     inherited: true,
                     ..State::default()
                 }),
@@ -483,7 +488,10 @@ impl Groups {
         // It is waited for when it has ended, whenever that is.
         self.runtime.spawn(async move { child.wait().await });
         match started {
-            Ok(()) => group.state().ready = true,
+            Ok(()) => {
+                let mut state = group.state();
+                (state.ready, state.answered) = (true, true);
+            }
             Err(_) => self.end(group).await,
         }
         self.save();
@@ -724,18 +732,16 @@ impl Groups {
     fn save(&self) {
         let groups = self.table();
         let saved: Vec<Saved> = (groups.values())
-            .filter_map(|group| {
-                let (process, ready) = {
-                    let state = group.state();
-                    (state.process?, state.ready)
-                };
-                Some(Saved {
+            .map(|group| {
+                let state = group.state();
+                Saved {
                     key: group.key.clone(),
                     folder: group.folder.path().to_owned(),
                     gid: group.gid,
-                    process,
-                    ready,
-                })
+                    // One that has not answered is started anew.
+                    process: state.process.filter(|_| state.ready),
+                    answered: state.answered,
+                }
             })
             .collect();
         if let Err(error) = store::write(&self.file, &saved, Sync::No) {

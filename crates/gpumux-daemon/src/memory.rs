@@ -10,6 +10,7 @@ use gpumux_wire::Shim;
 
 use crate::{
     link::SessionId,
+    quota::cut,
     scheduler::{Command, Handle, Stopped},
 };
 
@@ -69,10 +70,7 @@ pub(crate) fn event(session: SessionId, packet: Shim) -> Option<Event> {
         },
         Shim::Quiet { op, idle } => reply(op, Reply::Quiet(idle)),
         Shim::Moved { op } => reply(op, Reply::Done),
-        Shim::Busy { op, mut reason } => {
-            reason.truncate(reason.floor_char_boundary(REASON));
-            reply(op, Reply::Refused(reason))
-        }
+        Shim::Busy { op, reason } => reply(op, Reply::Refused(cut(reason, REASON))),
         Shim::Reclaimed { op, bytes } => reply(op, Reply::Freed(bytes)),
         Shim::WakeRequest => Event::Waits(process),
         Shim::Keeps { bytes } => Event::Keeps(process, bytes),

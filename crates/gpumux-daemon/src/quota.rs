@@ -1,4 +1,4 @@
-//! Places that users have of something: connections, sessions, processes that look into theirs.
+//! What users may take of something: places among connections, sessions, processes that look into theirs; and memory for their texts.
 
 use std::{
     collections::BTreeMap,
@@ -11,6 +11,9 @@ const FEW: usize = 16;
 const KEPT_FOR_ROOT: usize = 16;
 const KEPT_FOR_FEW: usize = 8;
 
+/// The user that all clients on TCP count as.
+pub(crate) const ON_TCP: u32 = u32::MAX;
+
 /// How many of all places stay free of this user, which has so many, so that others find some.
 pub(crate) fn kept(all: usize, uid: u32, own: usize) -> usize {
     match own {
@@ -18,6 +21,11 @@ pub(crate) fn kept(all: usize, uid: u32, own: usize) -> usize {
         own if own < FEW => all / KEPT_FOR_ROOT,
         _ => all / KEPT_FOR_FEW,
     }
+}
+
+/// The beginning of a text that is kept for a client, in memory that is no larger: a request may be.
+pub(crate) fn cut(text: String, most: usize) -> String {
+    text[..text.floor_char_boundary(most)].into()
 }
 
 /// How many places each user has.

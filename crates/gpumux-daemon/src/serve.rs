@@ -32,6 +32,7 @@ use crate::{
     mistakes::mistakes,
     paths::{self, DirError, RuntimeDir},
     peer::ProcessId,
+    quota::Quota,
     receiver::{self, Place, Receiver},
     scheduler::{self, Command, Handle, Stopped},
     session::{HELLO, Sessions},
@@ -250,6 +251,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
         listen: tcp.as_ref().and_then(|listener| listener.local_addr().ok()),
         live: tokio::sync::Mutex::default(),
         past: history::Past::default(),
+        watchers: Quota::default(),
         last: std::sync::Mutex::default(),
     });
     tokio::spawn(api::history::keep(Arc::clone(&api), stopped.clone()));

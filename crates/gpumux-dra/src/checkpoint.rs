@@ -117,8 +117,6 @@ struct Log {
     /// Bytes in lines that do not count.
     dead: u64,
     lines: BTreeMap<String, Line>,
-    /// Lines that cannot be read.
-    damaged: usize,
     /// Changes by this process.
     changes: u64,
 }
@@ -170,14 +168,6 @@ impl Store {
     /// The file cannot be read.
     pub fn all(&self) -> Result<Vec<Arc<Record>>, CheckpointError> {
         self.with(|log| Ok(log.records().cloned().collect()))
-    }
-
-    /// Whether some lines cannot be read: claims may be unknown that have tenants.
-    ///
-    /// # Errors
-    /// The file cannot be read.
-    pub fn is_damaged(&self) -> Result<bool, CheckpointError> {
-        self.with(|log| Ok(log.damaged > 0))
     }
 
     /// Enters a claim if its guarantees fit on its devices beside all other claims. Not on disk before [`Self::sync`].
@@ -304,7 +294,6 @@ impl Log {
             end: 0,
             dead: 0,
             lines: BTreeMap::new(),
-            damaged: 0,
             changes: 0,
         };
         log.read()?;
@@ -346,7 +335,7 @@ impl Log {
         (self.inode, self.generation) = (metadata.ino(), self.read_generation()?);
         let mut bytes = vec![0; usize::try_from(metadata.len() - HEADER).unwrap_or(0)];
         self.file.read_exact_at(&mut bytes, HEADER)?;
-        (self.end, self.dead, self.damaged) = (HEADER, 0, 0);
+        (self.end, self.dead) = (HEADER, 0);
         self.lines.clear();
         // What has no end was being written when its writer was killed.
         for line in bytes.split_inclusive(|&byte| byte == b'\n') {
@@ -366,7 +355,6 @@ impl Log {
                 }
                 Ok(None) => self.dead += length,
                 Err(why) => {
-                    self.damaged += 1;
                     tracing::warn!(at, why, "a claim is unknown until it is prepared again");
                 }
             }
@@ -756,7 +744,6 @@ pub(crate) mod tests {
             fs::write(&path, &whole[..length]).unwrap();
             let store = Store::open(dir.path()).unwrap();
             assert_eq!(store.get("a").unwrap(), None, "length {length}");
-            assert!(!store.is_damaged().unwrap());
             store.admit(&record("b", 500)).unwrap();
             let again = Store::open(dir.path()).unwrap();
             assert_eq!(again.all().unwrap(), [Arc::new(record("b", 500))]);
@@ -778,7 +765,6 @@ pub(crate) mod tests {
             fs::write(&path, bad).unwrap();
             let store = Store::open(dir.path()).unwrap();
             assert_eq!(store.get("a").unwrap(), None, "byte {index}");
-            assert!(store.is_damaged().unwrap(), "byte {index}");
             // Only without its end does a line take the next one with it.
             assert_eq!(
                 store.get("b").unwrap().is_some(),

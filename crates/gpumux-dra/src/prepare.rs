@@ -231,11 +231,8 @@ impl Engine {
             self.write(record).await?;
         }
         (self.after)(Step::Named);
-        for (index, environment) in self.make_tenants(record, resumed).await? {
-            if let Some(tenant) = record.tenants.get_mut(index) {
-                tenant.environment = environment;
-            }
-        }
+        // No container has begun: of tenants that are there, the record does not have the environment.
+        self.make_tenants(record, false).await?;
         (self.after)(Step::Tenants);
         self.describe(record)?;
         (self.after)(Step::Described);
@@ -251,14 +248,12 @@ impl Engine {
         if let Some(record) = self.store.get(&claim.uid)? {
             return self.unmake(&record).await;
         }
-        // Records go last: nothing of this claim is left, unless its record is damaged.
+        // Records go last, but one may be damaged, and the daemon may make a tenant after it was waited for.
         self.undescribe(&claim.uid)?;
-        if self.store.is_damaged()? {
-            let prefix = tenant_prefix(&claim.uid);
-            for tenant in self.daemon.tenants().await? {
-                if tenant.name.starts_with(&prefix) {
-                    self.end_tenant(&tenant.name).await?;
-                }
+        let prefix = tenant_prefix(&claim.uid);
+        for tenant in self.daemon.tenants().await? {
+            if tenant.name.starts_with(&prefix) {
+                self.end_tenant(&tenant.name).await?;
             }
         }
         Ok(())
@@ -305,7 +300,12 @@ impl Engine {
             self.make_instances(&mut now, true).await?;
             self.write(&now).await?;
         }
-        self.make_tenants(&now, true).await?;
+        let made = self.make_tenants(&mut now, true).await;
+        // Also if not all could be made: those that were are known from now on.
+        if now.tenants != record.tenants {
+            self.store.write(&now)?;
+        }
+        made?;
         self.describe(&now)?;
         Ok(now)
     }
@@ -463,16 +463,23 @@ impl Engine {
         if record.patch.as_deref() == patch {
             return Ok(());
         }
-        let changed = Record {
+        let mut now = Record {
             patch: patch.map(str::to_owned),
             ..record.as_ref().clone()
         };
-        if let Err(error) = self.make_tenants(&changed, true).await {
+        let made = self.make_tenants(&mut now, true).await;
+        if made.is_err() {
             // Of several tenants, some may have been changed.
-            let _ = self.make_tenants(&record, true).await;
-            return Err(error);
+            now.patch.clone_from(&record.patch);
+            let _ = self.make_tenants(&mut now, true).await;
         }
-        Ok(self.store.write(&changed)?)
+        if now != *record {
+            self.store.write(&now)?;
+        }
+        if now.tenants != record.tenants {
+            self.describe(&now)?;
+        }
+        made
     }
 
     async fn fetch(&self, claim: &ClaimRef) -> Result<ResourceClaim, PrepareError> {
@@ -483,14 +490,9 @@ impl Engine {
         found.ok_or_else(|| PrepareError::Gone(claim.namespace.clone(), claim.name.clone()))
     }
 
-    /// Makes the claim's tenants, or changes those that are there if they are known to be this record's. Returns what the processes
-    /// of new ones need in their environment, by the tenant's index.
-    async fn make_tenants(
-        &self,
-        record: &Record,
-        known: bool,
-    ) -> Result<Vec<(usize, BTreeMap<String, String>)>, PrepareError> {
-        let mut made = Vec::new();
+    /// Makes the claim's tenants, or changes those that are there if they are known to be this record's. It has then what the
+    /// processes of new ones need in their environment.
+    async fn make_tenants(&self, record: &mut Record, known: bool) -> Result<(), PrepareError> {
         for (index, new) in tenants(record)? {
             let name = new.name.as_deref().unwrap_or_default();
             let created = match self.daemon.create(&new).await {
@@ -499,15 +501,15 @@ impl Engine {
                     continue;
                 }
                 Err(ClientError::Refused { status: 409, .. }) => {
-                    // Left by a claim whose record was lost: its secret is not ours.
+                    // Left by a claim whose record was lost, so that its secret is not ours, or by a driver that was killed.
                     self.end_tenant(name).await?;
                     self.daemon.create(&new).await?
                 }
                 created => created?,
             };
-            made.push((index, created.environment));
+            record.tenants[index].environment = created.environment;
         }
-        Ok(made)
+        Ok(())
     }
 
     async fn end_tenant(&self, name: &str) -> Result<(), PrepareError> {

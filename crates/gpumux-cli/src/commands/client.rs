@@ -193,13 +193,66 @@ async fn end_of(
                     && event.at_ms / 1000 >= *at
             })
     };
-    client.events(Some(0), |event| !ended(&event)).await?;
+    match client.events(Some(0), |event| !ended(&event)).await {
+        // So many clients follow events already that this one has to look again.
+        Err(ClientError::Refused { status: 429, .. }) => tokio::time::sleep(AWAY_PAUSE).await,
+        followed => followed?,
+    }
     Ok(None)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        io::{Read, Write},
+        os::unix::net::UnixListener,
+    };
+
+    use gpumux_daemon::api::types::{Exit, Tenant};
+    use serde_json::json;
+
     use super::*;
+
+    #[tokio::test]
+    async fn end_is_found_without_a_place_to_follow_events() {
+        let dir = tempfile::tempdir().unwrap();
+        let client = Client::new(dir.path());
+        let listener = UnixListener::bind(paths::api_socket(dir.path())).unwrap();
+        let lives = json!(Tenant {
+            name: "a".into(),
+            ..Tenant::default()
+        });
+        let ended = Ended {
+            name: "a".into(),
+            uid: 0,
+            user: "root".into(),
+            class: "standard".into(),
+            command: String::new(),
+            since: 0,
+            at: 0,
+            exit: Exit::default(),
+            reason: String::new(),
+            noteworthy: false,
+            log: None,
+        };
+        let none = json!({"error": ""});
+        let ends = json!([&ended]);
+        let daemon = std::thread::spawn(move || {
+            for (status, body) in [(200, &lives), (429, &none), (404, &none), (200, &ends)] {
+                let mut stream = listener.accept().unwrap().0;
+                let _ = stream.read(&mut [0; 4096]).unwrap();
+                let body = body.to_string();
+                let length = body.len();
+                write!(
+                    stream,
+                    "HTTP/1.1 {status} It\r\ncontent-length: {length}\r\n\r\n{body}"
+                )
+                .unwrap();
+            }
+        });
+        assert_eq!(until_ended(&client, "a").await.unwrap(), ended);
+        daemon.join().unwrap();
+    }
 
     #[test]
     fn typo_in_a_name_has_a_suggestion() {

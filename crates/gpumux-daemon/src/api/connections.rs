@@ -31,7 +31,7 @@ use tokio::{
 use super::refused::Refused;
 use crate::{
     paths,
-    quota::{Place, Quota},
+    quota::{ON_TCP, Place, Quota},
     receiver::{Connection, STALLED, unavailable},
 };
 
@@ -104,8 +104,7 @@ pub(crate) async fn serve_router(
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;
         };
-        // All of them count as one user.
-        let Ok(place) = take(&users, u32::MAX) else {
+        let Ok(place) = take(&users, ON_TCP) else {
             refuse(&mut stream).await;
             continue;
         };

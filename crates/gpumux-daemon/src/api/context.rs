@@ -9,7 +9,6 @@ use std::{
 };
 
 use axum::{Extension, Json, extract::State, http::StatusCode};
-use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::{
     refused::Refused,
@@ -24,14 +23,15 @@ use crate::{
     mig::Partitioner,
     paths,
     peer::Peer,
+    quota::{ON_TCP, Place, Quota, Taken, kept},
     scheduler::{Command, Handle, Stopped, View},
     session::Sessions,
     tenants::Tenants,
 };
 
-/// The most connections that watch live data: the other places stay for single requests.
+/// The most connections that watch live data, and those of one user: the other places stay for single requests.
 const MAX_WATCHERS: usize = 128;
-static WATCHERS: Semaphore = Semaphore::const_new(MAX_WATCHERS);
+const MAX_WATCHERS_PER_USER: usize = MAX_WATCHERS / 2;
 /// How often what is live is sent.
 pub(super) const LIVE: Duration = Duration::from_millis(500);
 /// What was seen last is shown when the scheduling thread made no progress for so long.
@@ -63,6 +63,8 @@ pub(crate) struct Api {
     /// What was sent last, and when it was made: all watchers share it.
     pub(crate) live: tokio::sync::Mutex<Option<(Instant, Arc<str>)>>,
     pub(crate) past: Past,
+    /// The places of those that watch.
+    pub(crate) watchers: Quota,
     /// What was seen last.
     pub(crate) last: Mutex<Option<Arc<Seen>>>,
 }
@@ -212,11 +214,25 @@ fn stalled() -> Refused {
     Refused(StatusCode::GATEWAY_TIMEOUT, STALLED.into())
 }
 
-/// A place among those that watch.
-pub(super) fn watcher() -> Result<SemaphorePermit<'static>, Refused> {
-    WATCHERS.try_acquire().map_err(|_| {
-        let why = format!("{MAX_WATCHERS} watch already: ask /v1/status from time to time");
-        Refused(StatusCode::SERVICE_UNAVAILABLE, why)
+/// The user that asks; none on TCP, where it is unknown.
+pub(super) fn asker(peer: Option<&Caller>) -> Option<u32> {
+    peer.map(|peer| peer.uid)
+}
+
+/// A place among those that watch, for this user; none: a client on TCP.
+pub(super) fn watcher(watchers: &Quota, uid: Option<u32>) -> Result<Place, Refused> {
+    let uid = uid.unwrap_or(ON_TCP);
+    watchers.take(uid, |Taken { own, all }| {
+        let is_room = all < MAX_WATCHERS - kept(MAX_WATCHERS, uid, own);
+        match is_room && (uid == 0 || own < MAX_WATCHERS_PER_USER) {
+            true => Ok(()),
+            false => {
+                let why = format!(
+                    "{all} clients follow events or live data already, {own} of them of this user: ask /v1/status from time to time"
+                );
+                Err(Refused(StatusCode::TOO_MANY_REQUESTS, why))
+            }
+        }
     })
 }
 
@@ -230,5 +246,24 @@ pub(super) async fn to_its_end<T: Send + 'static, E: Into<Refused> + Send + 'sta
             let status = StatusCode::INTERNAL_SERVER_ERROR;
             Err(Refused(status, error.to_string()))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_to_watch_are_left_to_root_and_other_users() {
+        let watchers = Quota::default();
+        let fill = |uid| -> Vec<_> {
+            let places = std::iter::repeat_with(|| watcher(&watchers, uid));
+            places.map_while(Result::ok).collect()
+        };
+        let held = [Some(7), None, Some(8), Some(0)].map(fill);
+        assert_eq!(held.each_ref().map(Vec::len), [64, 48, 8, 8]);
+        let refused = watcher(&watchers, Some(7)).unwrap_err();
+        // That of a daemon which leaves is another one: clients wait for the next daemon.
+        assert_eq!(refused.0, StatusCode::TOO_MANY_REQUESTS);
     }
 }

@@ -12,16 +12,16 @@ use axum::{
     },
 };
 use serde::Deserialize;
-use tokio::sync::SemaphorePermit;
 
 use super::{
-    context::{Answer, Caller, Done, Shared, watcher},
+    context::{Answer, Caller, Done, Shared, asker, watcher},
     refused::Refused,
     shown::program_only,
     types::{
         Ended, Event, EventKind, Exit, LostOutput, NewSignal, Problem, Reported, Setting, Signalled,
     },
 };
+use crate::quota::Place;
 
 /// The last tenants that ended, the latest last.
 #[utoipa::path(get, path = "/v1/ended", responses((status = 200, body = [Ended])))]
@@ -42,7 +42,7 @@ pub(super) struct Since {
 }
 
 /// A client that follows events: the last one sent, those to be sent, whether it is a local user, and its place.
-type Following = (Shared, u64, VecDeque<Event>, bool, SemaphorePermit<'static>);
+type Following = (Shared, u64, VecDeque<Event>, bool, Place);
 
 /// What happens from now on, or has happened after the event of a number, as server-sent events.
 #[utoipa::path(
@@ -55,7 +55,7 @@ pub(super) async fn events(
     peer: Option<Caller>,
     since: Query<Since>,
 ) -> Result<impl IntoResponse, Refused> {
-    let place = watcher()?;
+    let place = watcher(&api.watchers, asker(peer.as_ref()))?;
     let last = api.tenants.events.last();
     // A number of an earlier daemon's life may be higher.
     let after = since.after.map_or(last, |after| after.min(last));

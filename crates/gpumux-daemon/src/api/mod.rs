@@ -46,7 +46,7 @@ use crate::{
 use body::{MAX_BODY, whole_body};
 pub(crate) use connections::{CONNECTIONS, is_local_name, listen, serve, serve_router, serve_tcp};
 pub(crate) use context::Api;
-use context::{Answer, Caller, Done, LIVE, Shared, to_its_end, watcher};
+use context::{Answer, Caller, Done, LIVE, Shared, asker, to_its_end, watcher};
 use refused::Refused;
 use shown::{memory_map, outward, show};
 use types::{
@@ -210,9 +210,12 @@ async fn metrics(api: Shared) -> Result<Response, Refused> {
 }
 
 /// All that there is, sent twice a second as server-sent events.
-#[utoipa::path(get, path = "/v1/live", responses((status = 200, body = Live, content_type = "text/event-stream")))]
-async fn live(api: Shared) -> Result<impl IntoResponse, Refused> {
-    let place = watcher()?;
+#[utoipa::path(
+    get, path = "/v1/live",
+    responses((status = 200, body = Live, content_type = "text/event-stream"), (status = "4XX", body = Problem))
+)]
+async fn live(api: Shared, peer: Option<Caller>) -> Result<impl IntoResponse, Refused> {
+    let place = watcher(&api.watchers, asker(peer.as_ref()))?;
     let beat = tokio::time::interval(LIVE);
     let state = (api, beat, place);
     let events = futures_util::stream::unfold(state, async |(api, mut beat, place)| {
@@ -374,11 +377,6 @@ async fn tenant(
 ) -> Answer<types::Tenant> {
     let Json(tenant) = api.tenant(asker(peer.as_ref()), &name).await?;
     Ok(Json(outward(tenant, peer.is_some())))
-}
-
-/// The user that asks; none on TCP, where it is unknown.
-fn asker(peer: Option<&Caller>) -> Option<u32> {
-    peer.map(|peer| peer.uid)
 }
 
 /// Makes a tenant.

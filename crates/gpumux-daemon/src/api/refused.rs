@@ -13,6 +13,7 @@ use crate::{
 };
 
 /// An answer that is not a success.
+#[derive(Debug)]
 pub(super) struct Refused(pub(super) StatusCode, pub(super) String);
 
 impl IntoResponse for Refused {

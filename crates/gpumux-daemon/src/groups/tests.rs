@@ -70,6 +70,24 @@ async fn ended(process: ProcessId) {
     }
 }
 
+/// A control daemon that says nothing, and is being started.
+async fn starting(groups: &Arc<Groups>) -> ProcessId {
+    let key = key();
+    let started = async {
+        loop {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            let group = groups.table().values().next().cloned();
+            if let Some(process) = group.and_then(|it| it.process()) {
+                break process;
+            }
+        }
+    };
+    tokio::select! {
+        _ = groups.enter(&key, std::process::id()) => panic!("it says nothing"),
+        process = started => process,
+    }
+}
+
 #[tokio::test]
 async fn user_has_a_bounded_number_of_groups() {
     let node = Node::new();
@@ -295,26 +313,46 @@ async fn what_a_killed_daemon_was_starting_is_ended_by_the_next() {
     let node = Node::new();
     node.write("silent", "");
     let groups = node.load();
-    let key = key();
-    let started = async {
-        loop {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-            let group = groups.table().values().next().cloned();
-            if let Some(process) = group.and_then(|it| it.process()) {
-                break process;
-            }
-        }
-    };
-    let process = tokio::select! {
-        _ = groups.enter(&key, std::process::id()) => panic!("it says nothing"),
-        process = started => process,
-    };
+    let process = starting(&groups).await;
     assert_eq!(node.folders(), 1);
 
     let next = node.load();
     ended(process).await;
     assert!(next.table().is_empty());
     assert_eq!(node.folders(), 0);
+}
+
+#[tokio::test]
+async fn group_that_was_being_started_again_keeps_its_members() {
+    let node = Node::new();
+    let groups = node.load();
+    let membership = groups.enter(&key(), std::process::id()).await.unwrap();
+    let folder = only(&groups).folder.path().to_owned();
+    groups.lose(&membership.name()).await;
+    node.write("silent", "");
+    let starting = starting(&groups).await;
+    // A killed daemon starts nothing again.
+    groups.table().clear();
+    fs::remove_file(node.dir.path().join("silent")).unwrap();
+
+    let next = node.load();
+    let membership = next.enter(&key(), std::process::id()).await.unwrap();
+    assert_eq!(only(&next).folder.path(), folder);
+    ended(starting).await;
+    // It could not be started, and the daemon was killed then.
+    next.lose(&membership.name()).await;
+    next.save();
+    assert_eq!(only(&node.load()).folder.path(), folder);
+    drop(membership);
+    next.close().await;
+}
+
+#[test]
+fn group_in_the_file_of_an_older_daemon_is_read() {
+    let saved = r#"{"key":{"uid":7,"trust":"a"},"folder":"/f","gid":8,"process":{"pid":1,"start":2},"ready":true}"#;
+    let saved: Saved = serde_json::from_str(saved).unwrap();
+    let process = Some(ProcessId { pid: 1, start: 2 });
+    assert_eq!((saved.process, saved.answered), (process, true));
 }
 
 #[tokio::test]

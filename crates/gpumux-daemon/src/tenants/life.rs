@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     api::types::{Exit, LostOutput, Reported},
     peer::{ProcessId, cgroups},
+    quota::cut,
 };
 
 /// Longest command that is kept, in bytes.
@@ -52,10 +53,8 @@ impl Life {
         log: Option<String>,
         main: Option<ProcessId>,
     ) -> Self {
-        let mut command = command.unwrap_or_default();
-        command.truncate(command.floor_char_boundary(MAX_COMMAND));
         Self {
-            command,
+            command: cut(command.unwrap_or_default(), MAX_COMMAND),
             log: log.filter(|path| path.len() <= MAX_PATH),
             main,
             kills: main.map(|main| Kills::of(main.pid)).unwrap_or_default(),
@@ -73,9 +72,9 @@ impl Life {
     }
 
     /// Notes what could not be written of its output.
-    pub(super) fn lost(&mut self, mut lost: LostOutput) {
-        lost.why.truncate(lost.why.floor_char_boundary(MAX_WHY));
-        self.lost_output = Some(lost);
+    pub(super) fn lost(&mut self, lost: LostOutput) {
+        let why = cut(lost.why, MAX_WHY);
+        self.lost_output = Some(LostOutput { why, ..lost });
     }
 
     /// Notes a signal that a user has sent to it. A stop sends two: SIGTERM, and SIGKILL to processes that are there after the grace time.

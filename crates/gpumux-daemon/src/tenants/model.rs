@@ -135,7 +135,7 @@ pub(crate) enum TenantError {
          moved: let it go on first (`gpumux kill -s CONT {0}`)"
     )]
     StoppedProcess(String, u32),
-    #[error("{0} is not a signal: use 1 to 64")]
+    #[error("{0} is no signal that can be sent: use 1 to 31")]
     BadSignal(i32),
     #[error("tenant `{0}` has no process that you may send a signal to")]
     NoProcess(String),

@@ -255,7 +255,7 @@ impl Tenants {
         let owner = self.owner_of(uid, name).await?;
         let policy = self.users.policy(owner).await;
         let alone = self.changing.lock().await;
-        let table = self.table.lock().await;
+        let table = self.open_table().await?;
         let tenant = table.owned(uid, name)?;
         let set = (tenant.named && !tenant.kept).then(|| (tenant.uid, tenant.name.clone()));
         let (id, spec) = (tenant.id, change.apply(&tenant.spec));
@@ -271,7 +271,7 @@ impl Tenants {
         let answered = self.scheduler.send(change_spec)?;
         drop(table);
         answered.await.map_err(|_| Stopped)??;
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         if let Some(tenant) = table.tenants.get_mut(&id) {
             let whose = (tenant.name.as_str(), tenant.uid);
             let text = change.to_string();
@@ -369,7 +369,7 @@ impl Tenants {
         name: &str,
         exit: Exit,
     ) -> Result<Reported, TenantError> {
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         let id = table.owned(uid, name)?.id;
         let tenant = table.tenants.get_mut(&id);
         let life = &mut tenant
@@ -386,7 +386,7 @@ impl Tenants {
         name: &str,
         lost: LostOutput,
     ) -> Result<(), TenantError> {
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         let id = table.owned(uid, name)?.id;
         if let Some(tenant) = table.tenants.get_mut(&id) {
             tenant.life.lost(lost);
@@ -517,7 +517,7 @@ impl Tenants {
 
     /// Ends a tenant that has no connected process.
     pub(crate) async fn delete(&self, uid: u32, name: &str) -> Result<(), TenantError> {
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         let tenant = table.owned(uid, name)?;
         if !tenant.pids.is_empty() {
             return Err(TenantError::Busy(tenant.name.clone(), tenant.pids.len()));
@@ -561,6 +561,7 @@ impl Tenants {
         Ok(())
     }
 
+    /// The table, unless the daemon leaves: what a request changes then, the next daemon would not know.
     pub(super) async fn open_table(&self) -> Result<MutexGuard<'_, Table>, Stopped> {
         let table = self.table.lock().await;
         if table.closed {

@@ -106,13 +106,14 @@ impl Table {
     /// A name that no tenant of the user has, as close to the wish as possible.
     pub(super) fn free_name(&self, uid: u32, wish: &str) -> String {
         let program = wish.rsplit('/').next().unwrap_or_default();
-        let mut base: String = program.chars().filter(|c| is_name_char(*c)).collect();
-        // Leaves room for a number.
-        base.truncate(MAX_NAME - 8);
+        let kept = program.chars().filter(|c| is_name_char(*c));
+        let mut base: String = kept.take(MAX_NAME).collect();
         if !is_name(&base) {
             base = "tenant".into();
         }
-        let numbered = (2..).map(|n: usize| format!("{base}-{n}"));
+        // Leaves room for a number.
+        let short = &base[..base.len().min(MAX_NAME - 8)];
+        let numbered = (2..).map(|n: usize| format!("{short}-{n}"));
         let mut names = std::iter::once(base.clone()).chain(numbered);
         names
             .find(|name| self.of_user(uid, name).is_none())

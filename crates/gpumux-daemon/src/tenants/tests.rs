@@ -7,7 +7,7 @@ mod settings;
 use std::sync::Arc;
 
 use gpumux_core::{
-    Class, Hints, TenantSpec, is_name,
+    Class, Hints, MAX_NAME, TenantSpec, is_name,
     space::{self, Way},
 };
 use tokio::task::JoinSet;
@@ -19,7 +19,7 @@ use super::{
     testing::{CONTROL, child, member, new, peer, placement, tenants, with_groups},
 };
 use crate::{
-    api::types::{Created, NewCurve, NewTenant, Placement, SpecChange},
+    api::types::{Created, Exit, NewCurve, NewTenant, Placement, SpecChange},
     groups::{self, Key},
     link::SessionId,
     peer::ProcessId,

@@ -194,7 +194,7 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
             &format!("claim{round}"),
             "gpumux-guaranteed",
             json!({"compute": "50"}),
-            None,
+            Some(json!({"memoryLimit": "4Gi"})),
         );
         if going {
             let driver = Driver::start(&node, "pod-a", None);
@@ -221,7 +221,8 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
                 0.05,
                 "{step:?}"
             );
-            assert!(node.cdi_file(&claim).exists(), "{step:?}");
+            let described = fs::read_to_string(node.cdi_file(&claim)).unwrap();
+            assert!(described.contains("GPUMUX_MEMORY_LIMIT="), "{step:?}");
             assert_eq!(node.records(), 2, "{step:?}");
             kubelet.unprepare_one(&claim).await.unwrap();
         }

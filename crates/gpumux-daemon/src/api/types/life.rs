@@ -147,8 +147,8 @@ impl fmt::Display for LostOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NewSignal {
-    /// Its number, 1 to 64. 9 (SIGKILL) is sent to every process of the tenant, any other to its program.
-    #[schema(minimum = 1, maximum = 64)]
+    /// Its number, 1 to 31: real-time signals are not sent. 9 (SIGKILL) is sent to every process of the tenant, any other to its program.
+    #[schema(minimum = 1, maximum = 31)]
     pub signal: i32,
 }
 

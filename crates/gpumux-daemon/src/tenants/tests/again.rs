@@ -56,3 +56,49 @@ async fn what_does_not_hold_is_known_to_the_next_daemon() {
     let tenant = next.list().await[0].id;
     assert!(view.tampering[&tenant].lowered);
 }
+
+#[tokio::test]
+async fn longest_name_is_the_same_after_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = tenants(&dir).await;
+    let longest = "x".repeat(MAX_NAME);
+    first.create(&peer(0), new(&longest)).await.unwrap();
+    // Named after a program of this name: there is room for its number.
+    let program = NewTenant {
+        program: Some(longest.clone()),
+        ..NewTenant::default()
+    };
+    let second = first.create(&peer(0), program).await.unwrap().name;
+    assert!(is_name(&second) && second.ends_with("x-2"), "{second}");
+    let next = tenants(&dir).await;
+    let names = next.list().await.into_iter().map(|it| it.name);
+    assert_eq!(names.collect::<Vec<_>>(), [longest, second]);
+}
+
+/// What a request changes after that, the next daemon does not know.
+#[tokio::test]
+async fn request_to_a_daemon_that_leaves_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = tenants(&dir).await;
+    first.create(&peer(0), new("a")).await.unwrap();
+    first.close().await;
+    let change = SpecChange {
+        class: Some(Class::Latency),
+        ..SpecChange::default()
+    };
+    let changed = first.change(0, "a", &change).await;
+    assert!(
+        matches!(changed, Err(TenantError::Stopped(_))),
+        "{changed:?}"
+    );
+    let reported = first.report_exit(0, "a", Exit::default()).await;
+    assert!(
+        matches!(reported, Err(TenantError::Stopped(_))),
+        "{reported:?}"
+    );
+    let deleted = first.delete(0, "a").await;
+    assert!(
+        matches!(deleted, Err(TenantError::Stopped(_))),
+        "{deleted:?}"
+    );
+}

@@ -1,5 +1,7 @@
 //! What goes wrong under a running driver, and what comes back.
 
+use gpumux_daemon::api::types::NewTenant;
+
 use super::*;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -228,6 +230,64 @@ async fn tenants_that_the_daemon_lost_come_back_with_their_secret() {
     assert!(driver.engine.restore().await.unwrap() <= 1);
     let back = node.tenant(&claim).await.unwrap();
     assert_eq!((back.name, back.spec), (tenant.name, tenant.spec));
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tenant_made_anew_is_described_as_the_daemon_made_it() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let share = Some(json!({"memoryLimit": "4Gi"}));
+    let claim = node.claim("c", "gpumux-preemptible", json!({"memory": "2Gi"}), share);
+    kubelet.prepare_one(&claim).await.unwrap();
+    let less_context = |gib: u64| (gib << 30) - device(0).context_bytes;
+    let described = || {
+        let env = cdi_env(&node.cdi_file(&claim)).into_iter();
+        let mut limits = env.filter_map(|it| it.strip_prefix("GPUMUX_MEMORY_LIMIT=")?.parse().ok());
+        limits.next()
+    };
+    assert_eq!(described(), Some(less_context(4)));
+    let patch = Some(r#"{"memoryLimit": "6Gi"}"#);
+    node.api.annotate("team", "c", "gpumux.dev/share", patch);
+    let resized = |api: &Api| {
+        let claim = api.claim("team", "c")?;
+        let memory = claim.pointer("/status/devices/0/data/memory")?;
+        (memory["limit"] == less_context(6)).then_some(())
+    };
+    node.api.until(resized).await;
+    let lose = async || {
+        let tenant = node.tenant(&claim).await.unwrap();
+        node.daemon.delete(&tenant.name).await.unwrap();
+    };
+    lose().await;
+    driver.engine.restore().await.unwrap();
+    kubelet.prepare_one(&claim).await.unwrap();
+    assert_eq!(described(), Some(less_context(6)));
+    lose().await;
+    let patch = Some(r#"{"memoryLimit": "8Gi"}"#);
+    driver.engine.resize(&claim.uid, patch).await.unwrap();
+    kubelet.prepare_one(&claim).await.unwrap();
+    assert_eq!(described(), Some(less_context(8)));
+    driver.stop().await;
+}
+
+/// The daemon made it after the driver had stopped waiting for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn tenant_of_an_unknown_claim_goes_with_the_claim() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let [claim, other] = ["first", "other"].map(|name| node.half(name));
+    for claim in [&claim, &other] {
+        let late = NewTenant {
+            name: Some(gpumux_dra::prepare::tenant_prefix(&claim.uid) + "0"),
+            kept: true,
+            ..NewTenant::default()
+        };
+        node.daemon.create(&late).await.unwrap();
+    }
+    kubelet.unprepare_one(&claim).await.unwrap();
+    assert!(node.tenant(&claim).await.is_none());
+    assert!(node.tenant(&other).await.is_some());
     driver.stop().await;
 }
 
