@@ -307,3 +307,50 @@ fn the_dashboard_and_the_alerts_name_metrics_that_exist() {
         serde_json::from_str(include_str!("../../../../../deploy/grafana.json")).unwrap();
     assert!(dashboard["panels"].as_array().unwrap().len() > 5);
 }
+
+/// The labels of a sample, but for those of a histogram's steps.
+fn labels(sample: &str) -> Vec<&str> {
+    let starts = sample.split('"').filter_map(|it| it.strip_suffix('='));
+    let names = starts.filter_map(|it| it.rsplit(['{', ',']).next());
+    names.filter(|it| *it != "le").collect()
+}
+
+/// `docs/metrics.md`: what a scrape has.
+#[test]
+fn reference_has_every_metric() {
+    let scrape = example().text();
+    let mut text = String::from(
+        "<!-- Made from a scrape: UPDATE_DOCS=1 cargo test -p gpumux-daemon reference -->\n\
+         # Metrics\n\n`/metrics` is OpenMetrics text ([how to ask for it](see-it.md#metrics)). A histogram has \
+         `_bucket`, `_sum` and `_count`.\n\n| metric | kind | labels | meaning |\n|---|---|---|---|\n",
+    );
+    let about = |what: &str| {
+        let lines = scrape
+            .lines()
+            .filter_map(|line| line.strip_prefix("# ")?.strip_prefix(what));
+        let pairs = lines.filter_map(|line| line.trim_start().split_once(' '));
+        pairs.collect::<Vec<_>>()
+    };
+    let helps: BTreeMap<_, _> = about("HELP").into_iter().collect();
+    for (name, kind) in about("TYPE") {
+        let sample = |line: &&str| {
+            let rest = line.strip_prefix(name);
+            rest.is_some_and(|it| {
+                ["{", " ", "_total", "_count"]
+                    .iter()
+                    .any(|end| it.starts_with(end))
+            })
+        };
+        let sample = scrape.lines().find(sample).expect(name);
+        let total = if kind == "counter" { "_total" } else { "" };
+        let labels: Vec<String> = labels(sample).iter().map(|it| format!("`{it}`")).collect();
+        let (labels, help) = (labels.join(", "), helps[name]);
+        text += &format!("| `{name}{total}` | {kind} | {labels} | {help} |\n");
+    }
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md");
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(file, &text).unwrap();
+    }
+    let message = "run `UPDATE_DOCS=1 cargo test -p gpumux-daemon reference`";
+    assert_eq!(std::fs::read_to_string(file).unwrap(), text, "{message}");
+}
