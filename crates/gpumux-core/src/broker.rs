@@ -129,7 +129,7 @@ pub struct Activity {
     pub idle_since: Micros,
     /// It is in an MPS group, whose members can be frozen only together: it is never moved.
     pub in_group: bool,
-    /// A process of it is stopped (SIGSTOP, a debugger): it answers no order, and does no work.
+    /// A process of it is stopped with work under way (SIGSTOP, a debugger): it answers no order.
     #[serde(default)]
     pub stopped: bool,
 }
@@ -430,6 +430,8 @@ struct Tenant {
     joined: Micros,
     /// Since when it lacked what a process waited for whose connection was lost, and until when a new claim is as old.
     lost: Option<(Micros, Micros)>,
+    /// Host memory that its processes may have from before their sessions: what they say of it counts up to this.
+    moved_before: u64,
     /// It came back past older claims than this, against which it has no turn.
     passed: Option<Age>,
     /// It was moved before its turn was over, since others lacked room, and is not back yet.
@@ -521,6 +523,7 @@ impl Tenant {
             took: Micros::ZERO,
             joined: now,
             lost: None,
+            moved_before: 0,
             passed: None,
             gave_way: false,
             most: BTreeMap::new(),
@@ -654,7 +657,8 @@ impl Broker {
                     .or_insert_with(|| Tenant::new(now, terms));
             }
             Event::Restored(id) => {
-                if self.tenants.contains_key(&id) {
+                if let Some(tenant) = self.tenants.get_mut(&id) {
+                    tenant.moved_before = u64::MAX;
                     self.accounting.restored(now, id);
                 }
             }
@@ -806,6 +810,7 @@ impl Broker {
             }
             return;
         };
+        let kept = self.host.kept_by(id.0);
         self.host.set(id.0, 0);
         let asked = self.asks.extract_if(.., |_, pending| pending.process == id);
         let asked = asked.map(|(_, pending)| pending.since).min();
@@ -819,6 +824,9 @@ impl Broker {
         let Some(tenant) = self.tenants.get_mut(&process.tenant) else {
             return;
         };
+        if lives {
+            tenant.moved_before = tenant.moved_before.saturating_add(kept);
+        }
         let keeps = lives && self.mutation != Some(Mutation::SessionBeginsAnew);
         let since = asked.into_iter().chain(tenant.wants_since.filter(|_| last));
         if let Some(since) = since.min().filter(|_| keeps) {
@@ -943,8 +951,19 @@ impl Broker {
             return;
         };
         process.kept = bytes;
-        // An earlier daemon may have had its memory moved.
-        let counts = self.host.hear(id.0, bytes, self.accounting.on_host(id));
+        let before = self.host.kept_by(id.0);
+        let moved = self
+            .accounting
+            .on_host(id)
+            .min(bytes)
+            .saturating_sub(before);
+        let tenant = self.tenants.get_mut(&process.tenant);
+        let moved = tenant.map_or(0, |it| {
+            let moved = moved.min(it.moved_before);
+            it.moved_before -= moved;
+            moved
+        });
+        let counts = self.host.hear(id.0, bytes, before.saturating_add(moved));
         // Made for an earlier daemon, or too late for a move that was given up: it is made anew when it is needed. Letting go
         // takes a while, and what is made meanwhile is allowed.
         let lately = process.dropped.is_some_and(|at| now < at + DROP);
@@ -965,7 +984,8 @@ impl Broker {
         let has_work =
             (tenant.activity.busy || tenant.left_busy) && !self.has(Mutation::DemandByMessage);
         let would_work = tenant.blocked || (!asked && has_work);
-        !tenant.wakes.is_empty() || self.has_asked(id) || (would_work && !tenant.activity.stopped)
+        let wants = self.has_asked(id) || would_work;
+        !tenant.wakes.is_empty() || (wants && !tenant.activity.stopped)
     }
 
     fn update_wants(&mut self, now: Micros) {

@@ -35,7 +35,7 @@ use gpumux_wire::page::{Direction, Page};
 pub(crate) use self::{
     contexts::{
         context_of, create_context, destroy_context, detach_context, group_gone, group_made,
-        is_there, primary_context, release_primary, take_remade,
+        is_destroyed, is_there, primary_context, release_primary, take_remade,
     },
     events::{destroy_event, observe_event, record, record_all},
     poller::{guard_exit, start_poller},

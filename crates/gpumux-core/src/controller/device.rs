@@ -497,12 +497,13 @@ impl Measured {
     }
 
     pub(super) fn record(&mut self, control: Control, took: Micros) {
-        let cost = match control {
-            Control::Freeze(_) => &mut self.freeze,
-            Control::Thaw(_) => &mut self.thaw,
-            Control::SetTimeslice(..) => &mut self.set_timeslice,
+        let (cost, assumed) = match control {
+            Control::Freeze(_) => (&mut self.freeze, self.assumed.freeze),
+            Control::Thaw(_) => (&mut self.thaw, self.assumed.thaw),
+            Control::SetTimeslice(..) => (&mut self.set_timeslice, self.assumed.set_timeslice),
         };
-        *cost += ((took.0 as f64).min(4.0 * *cost) - *cost) / 8.0;
+        let most = 4.0 * cost.max(assumed.0 as f64);
+        *cost += ((took.0 as f64).min(most) - *cost) / 8.0;
     }
 
     fn costs(&self) -> Costs {
@@ -533,6 +534,10 @@ mod tests {
         assert!(take(690_000, 1) < Micros(2 * assumed.0));
         let slow = take(4_000, 40);
         assert!((Micros(3_900)..=Micros(4_000)).contains(&slow), "{slow}");
-        assert!(take(20, 60) < Micros(30));
+        assert!(
+            take(0, 10_000) < Micros(2),
+            "launches are permitted in no time"
+        );
+        assert!(take(600, 20) > Micros(500));
     }
 }

@@ -67,7 +67,23 @@ fn host_memory_that_a_process_says_it_keeps_is_not_all_counted() {
         world.tenant(id, Class::Batch, 0);
         assert_eq!(world.allocate(id, 2 * GIB), 2 * GIB);
     }
+    let holding = Holding {
+        movable: 2 * GIB,
+        swapped: 10 * GIB,
+        ..Holding::default()
+    };
+    let says = |holding| Event::Holds {
+        process: ProcessId(1),
+        device: DEVICE.to_owned(),
+        total: 10 * GIB,
+        holding,
+    };
+    world.event(says(holding));
     world.event(Event::Keeps(ProcessId(1), u64::MAX));
+    assert_eq!(world.broker.on_host().0, 0);
+    let swapped = 0;
+    world.event(says(Holding { swapped, ..holding }));
+    world.run_for(Micros::from_secs(1));
     // Also not after a move that fails.
     world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Refuses(S);
     world.event(Event::Sleep(TenantId(1), 1));
@@ -85,6 +101,7 @@ fn memory_that_is_on_the_host_counts_for_the_next_daemon() {
     world.tenant(2, Class::Batch, 0);
     assert_eq!(world.allocate(2, 9 * GIB), 9 * GIB);
     let process = world.tenant(1, Class::Batch, 0);
+    world.event(Event::Restored(TenantId(1)));
     let holding = Holding {
         swapped: 6 * GIB,
         ..Holding::default()

@@ -7,7 +7,7 @@ use std::{
 };
 
 use gpumux_core::{
-    Control, DomainId, Micros, TenantId, Timeslice,
+    Control, Demand, DomainId, Micros, TenantId, Timeslice,
     controller::{Command, Controller, Event, Outcome},
     link::Link,
     runlist::Runlist,
@@ -123,6 +123,15 @@ impl Device {
         {
             self.looks += 1;
         }
+        // What the driver measures of a process is the work of those of its groups of which it is known.
+        let known = self
+            .domains
+            .values()
+            .filter(|it| it.demand() != Demand::Unknown);
+        let reporting: BTreeSet<u32> = match known.clone().count() == self.domains.len() {
+            true => BTreeSet::new(),
+            false => known.map(|it| it.member.pid).collect(),
+        };
         for (id, domain) in &mut self.domains {
             domain.note_work(now);
             if let Some(at) = domain.arrival(now) {
@@ -134,11 +143,12 @@ impl Device {
             if let Some(times) = domain.new_holds() {
                 self.record.push(now, &domain.who, What::Held(times));
             }
-            let known = controller.domain(*id).map(|it| &it.state);
-            let received = known.map_or(Micros::ZERO, |it| it.received);
+            let state = controller.domain(*id).map(|it| &it.state);
+            let received = state.map_or(Micros::ZERO, |it| it.received);
             let used = (self.used_by.as_ref()).and_then(|all| all.get(&domain.member.pid));
-            let demand = domain.counted_demand(received, used.copied());
-            let before = known.map(|it| it.demand);
+            let silent = !reporting.contains(&domain.member.pid);
+            let demand = domain.counted_demand(received, used.copied(), silent);
+            let before = state.map(|it| it.demand);
             if before.is_some_and(|before| before != demand) {
                 controller.handle(now, Event::Demand(*id, demand));
                 self.record.push(now, &domain.who, What::Demand(demand));

@@ -221,12 +221,18 @@ impl Domain {
     }
 
     /// What of its demand counts, given the device time that the domain has received, and what the driver measured of the process.
-    pub(super) fn counted_demand(&mut self, received: Micros, used: Option<f64>) -> Demand {
+    /// `silent`: the process reports the work of none of its groups on the device.
+    pub(super) fn counted_demand(
+        &mut self,
+        received: Micros,
+        used: Option<f64>,
+        silent: bool,
+    ) -> Demand {
         let left = self.stopped_at();
         let left = left.map(|before| Demand::of_stopped(received.saturating_sub(before), used));
         self.spent = left == Some(Demand::Idle);
         left.unwrap_or_else(|| match self.demand() {
-            Demand::Unknown => Demand::of_unknown(used),
+            Demand::Unknown => Demand::of_unknown(used.filter(|_| silent)),
             known => known,
         })
     }

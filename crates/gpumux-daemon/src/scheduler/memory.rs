@@ -229,7 +229,12 @@ impl MemoryMoves {
     }
 
     /// Does what the broker says; what failed at once is an event again.
-    fn carry_out(&mut self, state: &mut State, now: Micros, command: Command) -> Option<Event> {
+    pub(super) fn carry_out(
+        &mut self,
+        state: &mut State,
+        now: Micros,
+        command: Command,
+    ) -> Option<Event> {
         match command {
             Command::Order(process, op, order) => {
                 let session = SessionId(process.0);

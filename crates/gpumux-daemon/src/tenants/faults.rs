@@ -148,23 +148,23 @@ pub(super) fn server_lost(crashes: &[Crash], told: bool) -> bool {
     told && !crashes.iter().any(is_origin)
 }
 
-/// Which client caused a fault, if there is evidence, and which: for an error of the hardware none; else the log of the group's server
-/// comes first, then a client that had ended in the middle of its work, then, of all members, the only one that got an error of its own.
+/// Which client caused a fault, if there is evidence, and which: the log of the group's server comes first; an error of the hardware is
+/// none's; then a client that had ended in the middle of its work, then, of all members, the only one that got an error of its own.
 pub(super) fn faulting_client(
     crashes: &[Crash],
     said: &str,
     members: &[TenantId],
     whose: impl Fn(u32) -> Option<TenantId>,
 ) -> (Option<TenantId>, String) {
-    if let Some(Crash { error, .. }) = crashes.iter().find(|it| HARDWARE.contains(&it.error)) {
-        return (None, format!("error {error} is one of the hardware"));
-    }
     let named = said.lines().find_map(|line| {
         let (before, _) = line.split_once(" caused")?;
         before.rsplit_once("lient ")?.1.parse::<u32>().ok()
     });
     if let Some(pid) = named {
         return (whose(pid), format!("the server named process {pid}"));
+    }
+    if let Some(Crash { error, .. }) = crashes.iter().find(|it| HARDWARE.contains(&it.error)) {
+        return (None, format!("error {error} is one of the hardware"));
     }
     let of = |which: &dyn Fn(&Crash) -> bool| -> BTreeSet<TenantId> {
         let some = crashes.iter().filter(|crash| which(crash));
@@ -280,11 +280,12 @@ mod tests {
             (vec![], "", 1, None),
             // The hardware has failed, whichever client gets that error.
             (vec![crash(1, 214, true)], "", 1, None),
+            (vec![crash(1, 700, true), crash(2, 220, true)], "", 2, None),
             (
-                vec![crash(1, 700, true), crash(2, 220, true)],
+                vec![crash(1, 226, true), crash(2, 226, true)],
                 said,
                 2,
-                None,
+                Some(2),
             ),
             // A third one ended in the middle of its work, and is the first suspect, but not if the server reports another.
             (vec![crash(1, 700, true), ended(3, true)], "", 1, Some(3)),

@@ -388,9 +388,17 @@ fn free_deferred() {
     }
 }
 
+/// A context is about to be destroyed, for which locks are taken: the driver shall not wait for its work then.
+fn await_work(context: u64) {
+    if !off() && !is_capturing_anywhere() {
+        let _ = settle(context);
+    }
+}
+
 /// `cuCtxDestroy`: a context's memory goes with it.
 pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
-    let gone = |result: &CUresult| (*result == SUCCESS).then_some(context as u64);
+    let gone = |result: &CUresult| work::is_destroyed(*result).then_some(context as u64);
+    await_work(context as u64);
     end_context(
         || work::destroy_context([context, std::ptr::null_mut()], real),
         gone,
@@ -418,13 +426,14 @@ pub(crate) fn destroy_green(green: CUcontext, real: impl FnOnce() -> CUresult) -
         Some((context, device, work::primary_context(device)?))
     });
     let gone = |result: &CUresult| {
-        let (context, device, primary) = known.filter(|_| *result == SUCCESS)?;
+        let (context, device, primary) = known.filter(|_| work::is_destroyed(*result))?;
         if work::primary_context(device) != Some(primary) {
             return Some(context);
         }
         with(|space| space.hand_over(context, primary));
         None
     };
+    asked.into_iter().for_each(await_work);
     let end = || {
         asked.into_iter().for_each(swap::end_context);
         // Its default streams are known by the context, the others by both.

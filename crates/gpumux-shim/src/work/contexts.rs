@@ -88,6 +88,11 @@ pub(crate) fn take_remade() -> bool {
     REMADE.swap(false, Ordering::AcqRel)
 }
 
+/// Whether a context is gone after this answer: the error may be that of its work, after which there is nothing left to ask.
+pub(crate) fn is_destroyed(result: CUresult) -> bool {
+    result == SUCCESS || is_fatal(result)
+}
+
 /// Contexts are destroyed by one call: a green one has two handles, and its streams may be known by either. Null is none.
 pub(crate) fn destroy_context(
     contexts: [CUcontext; 2],
@@ -96,9 +101,7 @@ pub(crate) fn destroy_context(
     if page().is_none() {
         return real();
     }
-    // The error may be that of its work, after which there is nothing left to ask.
-    let is_gone = |result| result == SUCCESS || is_fatal(result);
-    end(contexts.map(|it| it as u64), real, is_gone)
+    end(contexts.map(|it| it as u64), real, is_destroyed)
 }
 
 /// Whether a device has a primary context.

@@ -443,8 +443,19 @@ impl Slow {
     pub(super) fn forget_context(&mut self, context: u64) {
         hold::forget(context);
         permits::forget(context);
+        let all = |of: bool| {
+            let some = self.contexts.iter().filter(|it| (it.0 == context) == of);
+            some.fold(0, |slots, it| slots | it.1)
+        };
+        let own = all(true) & !all(false);
         self.contexts.retain(|(known, _)| *known != context);
         self.claim();
+        // The next context may have its slots.
+        for slot in bits(own & LOST.fetch_and(!own, Ordering::AcqRel)) {
+            if let Some(counters) = page().and_then(|page| page.slot(slot)) {
+                counters.complete(counters.submitted());
+            }
+        }
         for ((handle, state), slot) in places().zip(&HANDLES) {
             let is = |field: &AtomicU64| field.load(Ordering::Relaxed) == context;
             if handle != FREE && (is(&state.context) || is(&state.green)) {

@@ -1,5 +1,7 @@
 //! What is known of processes: their channel groups, counters and history, and what becomes of those that end.
 
+use gpumux_core::broker;
+
 use super::*;
 
 #[test]
@@ -303,23 +305,38 @@ fn process_that_reports_no_work_pays_for_what_the_driver_measures() {
     }
 }
 
-/// It is stopped and reads nothing: what it must not miss would keep its gate closed.
+/// It is stopped and reads nothing: what it must not miss would keep its gate closed, or a thread waiting.
 #[test]
 fn session_of_a_process_that_misses_an_order_ends() {
-    let mut bench = Bench::new();
-    bench.spec(1, TenantSpec::default()).unwrap();
-    let page = Arc::clone(&bench.group(1, 1, 1).page);
-    bench.meet(1, TenantId(1), page);
-    let session = SessionId(1);
-    let resume = Daemon::Resume { op: 0 };
-    bench.engine.state.send_or_end(session, &resume);
-    assert_eq!(bench.received(1), std::slice::from_ref(&resume));
-    while bench.engine.state.send(session, &Daemon::Trim) {}
-    assert!(bench.received(1).len() > 10);
-    let next = |bench: &Bench| socket::recv::<Daemon>(&bench.processes[&1], RecvFlags::DONTWAIT);
-    assert!(next(&bench).is_err(), "it goes on");
-    while bench.engine.state.send(session, &Daemon::Trim) {}
-    bench.engine.state.send_or_end(session, &resume);
-    bench.received(1);
-    assert!(matches!(next(&bench), Ok(None)), "it has ended");
+    let (process, ticket, bytes) = (broker::ProcessId(1), 7, 64);
+    let grant = broker::Command::Grant {
+        process,
+        ticket,
+        bytes,
+    };
+    let resume = broker::Command::Order(process, 0, broker::Order::Resume);
+    for command in [resume, grant] {
+        let mut bench = Bench::new();
+        bench.spec(1, TenantSpec::default()).unwrap();
+        let page = Arc::clone(&bench.group(1, 1, 1).page);
+        bench.meet(1, TenantId(1), page);
+        let carry_out = |bench: &mut Bench| {
+            let Engine { moves, state, .. } = &mut bench.engine;
+            moves.carry_out(state, Micros::ZERO, command.clone());
+        };
+        let fill = |bench: &Bench| while bench.engine.state.send(SessionId(1), &Daemon::Trim) {};
+        let next = |bench: &Bench| {
+            let socket = &bench.processes[&1];
+            socket::recv::<Daemon>(socket, RecvFlags::DONTWAIT)
+        };
+        carry_out(&mut bench);
+        assert_eq!(bench.received(1).len(), 1);
+        fill(&bench);
+        assert!(bench.received(1).len() > 10);
+        assert!(next(&bench).is_err(), "it goes on");
+        fill(&bench);
+        carry_out(&mut bench);
+        bench.received(1);
+        assert!(matches!(next(&bench), Ok(None)), "it has ended");
+    }
 }
