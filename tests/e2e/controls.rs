@@ -285,6 +285,8 @@ fn program_that_cannot_be_controlled_runs_unmanaged_and_says_so() {
     // It goes on as if there were no daemon, and prints that once.
     let lines = process.lines();
     process.wait_lines(lines + 10);
+    let says = || process.err().contains("running unmanaged").then_some(());
+    wait_for("the line", PATIENCE, says);
     process.signal(Signal::TERM);
     let finished = process.finish();
     let printed = finished.err.matches("insufficient permissions").count();
