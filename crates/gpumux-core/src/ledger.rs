@@ -395,7 +395,7 @@ impl HostPool {
         self.kept.get(&session).copied().unwrap_or(0)
     }
 
-    /// What is left when each of these keeps at least the first.
+    /// Bytes that are free once each of these sessions keeps at least the first of its two numbers.
     ///
     /// # Errors
     /// When there is no room for all of them.
@@ -548,7 +548,7 @@ mod tests {
         pool.set(1, 20);
         assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Ok(all(&[(2, 80)])));
         assert!(pool.hear(2, 0, 0));
-        assert!(!pool.hear(3, 50, 0), "nobody allowed it to");
+        assert!(!pool.hear(3, 50, 0), "it was not allowed to");
         assert!(!pool.hear(1, 90, 10));
         assert_eq!(pool.kept(), 20);
         assert!(pool.hear(3, 50, 60), "it was moved before");

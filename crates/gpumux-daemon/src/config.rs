@@ -528,15 +528,7 @@ mod tests {
                 text += &format!("| {name} | {kind} | {default} | {said} |\n");
             }
         }
-        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/configuration.md");
-        if std::env::var_os("UPDATE_DOCS").is_some() {
-            std::fs::write(file, &text).unwrap();
-        }
-        assert_eq!(
-            std::fs::read_to_string(file).unwrap(),
-            text,
-            "run `UPDATE_DOCS=1 cargo test -p gpumux-daemon reference`"
-        );
+        crate::generated::assert_page("configuration.md", &text);
     }
 
     fn load(text: &str) -> Result<Config, ConfigError> {

@@ -19,6 +19,8 @@ pub mod examine;
 mod failure;
 #[cfg(test)]
 mod fake;
+#[cfg(test)]
+mod generated;
 mod groups;
 mod history;
 mod hold;

@@ -347,10 +347,5 @@ fn reference_has_every_metric() {
         let (labels, help) = (labels.join(", "), helps[name]);
         text += &format!("| `{name}{total}` | {kind} | {labels} | {help} |\n");
     }
-    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md");
-    if std::env::var_os("UPDATE_DOCS").is_some() {
-        std::fs::write(file, &text).unwrap();
-    }
-    let message = "run `UPDATE_DOCS=1 cargo test -p gpumux-daemon reference`";
-    assert_eq!(std::fs::read_to_string(file).unwrap(), text, "{message}");
+    crate::generated::assert_page("metrics.md", &text);
 }
