@@ -143,13 +143,8 @@ class Sleeper:
             self.wait(0.02)
         if self.state != "awake":
             return []
-        if self.backlog and not self.asked:
-            if self.idle:
-                self.idle = False
-                self.socket.sendall(b"b")
-            for request in self.backlog:
-                self.engine.add(*request)
-            self.backlog.clear()
+        if not self.asked:
+            self._begin()
         moved = self.engine.step() if self.engine.busy() else []
         if not self.engine.busy():
             if self.asked:
@@ -167,6 +162,7 @@ class Sleeper:
             if letter == "g":
                 self.engine.wake()
                 self.state, self.idle = "awake", True
+                self._begin()  # the letter that it shall sleep again may be the next
             elif letter == "z":
                 self.asked = True
         if self.asked and self.state == "awake" and not self.engine.busy():
@@ -176,6 +172,15 @@ class Sleeper:
         """Sleeps at once, as all engines do at first."""
         self.engine.sleep()
         self.state = "asleep"
+
+    def _begin(self) -> None:
+        """The engine has the requests that waited."""
+        if self.backlog and self.idle:
+            self.idle = False
+            self.socket.sendall(b"b")
+        for request in self.backlog:
+            self.engine.add(*request)
+        self.backlog.clear()
 
     def _leave(self) -> None:
         self.rest()

@@ -204,6 +204,15 @@ class Sleepers(unittest.TestCase):
         self.sleeper.drop(["b", "c"])
         self.assertEqual((self.sleeper.busy(), self.engine.dropped), (False, {"b"}))
 
+    def test_engine_that_shall_wake_and_sleep_at_once_serves_what_waited(self) -> None:
+        self.sleeper.add("a", [], 2)
+        self.sleeper.step()
+        self.room.sendall(b"gz")
+        self.sleeper.step()
+        self.assertEqual((self.engine.slept, self.sleeper.busy()), (["sleep", "wake"], True))
+        self.sleeper.step()
+        self.assertEqual((self.room.recv(8), self.engine.slept[-1], self.sleeper.busy()), (b"wbs", "sleep", False))
+
     def test_idle_engine_sleeps_when_it_shall(self) -> None:
         self.test_request_waits_until_the_engine_may_wake_up()
         self.room.sendall(b"z")
