@@ -534,8 +534,12 @@ class Worker:
         except queue.Empty:
             # Python programs that expect this signal write where their threads are; it is ended anyway.
             with contextlib.suppress(OSError):
+                sizes = [self.log.stat().st_size]
                 os.killpg(self.process.pid, signal.SIGUSR1)
-                time.sleep(0.5)
+                until = time.monotonic() + 5.0
+                while (sizes[-1] == sizes[0] or sizes[-1] != sizes[-2]) and time.monotonic() < until:
+                    time.sleep(0.1)
+                    sizes.append(self.log.stat().st_size)
             raise self._lost(f"gave no answer within {timeout:.0f} s") from None
         if line is None:
             raise self._lost("ended")
@@ -546,7 +550,7 @@ class Worker:
 
     def _lost(self, what: str) -> BenchError:
         # It may be in the middle of an order: it is unusable.
-        self.close(patience_s=0.5)
+        self.close(patience_s=5.0)
         return BenchError(f"{self.name} {what}: see {self.log}\n    {tail(self.log)}")
 
     def close(self, patience_s: float = 10.0) -> None:

@@ -1,6 +1,7 @@
 """Which engines with vLLM's sleep mode are awake (many.py): the benchmark's side, `Room`, and the engine's, `Sleeper`. They talk by single letters over a socket.
 
 All engines sleep at first. One says `w` when it sleeps and has requests, `b` and `i` when it begins to have requests and has none any more, and `s` when it sleeps again.
+`e` stands for its end.
 It receives `g` (wake up) and `z` (sleep when your requests are done; those that come meanwhile wait).
 """
 
@@ -33,7 +34,9 @@ class Places:
             self.idle.pop(engine, None)
         elif letter == "i" and engine in self.awake:
             self.idle[engine] = now
-        elif letter == "s":
+        elif letter in "se":
+            if letter == "e" and engine in self.waiting:
+                self.waiting.remove(engine)
             for state in (self.awake, self.idle):
                 state.pop(engine, None)
             self.asked.discard(engine)
@@ -99,10 +102,12 @@ class Room:
                         self.engines.append(self.server.accept()[0])
                         waits.register(self.engines[-1], selectors.EVENT_READ, len(self.engines) - 1)
                         continue
-                    found = self.engines[key.data].recv(64).decode()
+                    found = ""
+                    with contextlib.suppress(OSError):  # it ended before it read what it was sent
+                        found = self.engines[key.data].recv(64).decode()
                     if not found:
                         waits.unregister(key.fileobj)
-                    for letter in found:
+                    for letter in found or "e":
                         self._heard(key.data, letter)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import select
 import socket
 import sys
 import tempfile
@@ -125,6 +126,10 @@ class Places(unittest.TestCase):
         self.assertEqual(self.hear((0, "w"), (1, "w"), (0, "b"), (1, "b"), (2, "w"), (3, "w")), [(0, "g"), (1, "g"), (0, "z"), (1, "z")])
         self.assertEqual(self.hear((1, "s"), (1, "w")), [(2, "g"), (2, "z")])
 
+    def test_engine_that_ends_leaves_its_place(self) -> None:
+        self.assertEqual(self.hear((0, "w"), (1, "w"), (2, "w"), (3, "w")), [(0, "g"), (1, "g"), (0, "z"), (1, "z")])
+        self.assertEqual(self.hear((2, "e"), (0, "e")), [(3, "g")])
+
     def test_never_more_are_awake_than_may_be(self) -> None:
         import random
 
@@ -218,6 +223,20 @@ class Sleepers(unittest.TestCase):
         self.room.sendall(b"z")
         self.sleeper.wait(5.0)
         self.assertEqual((self.engine.slept[-1], self.room.recv(8)), ("sleep", b"s"))
+
+    def test_engine_that_ends_with_something_unread_leaves_its_place(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, rooms.Room(Path(folder) / "room") as room:
+            one, other = (self.enterContext(socket.socket(socket.AF_UNIX)) for _ in range(2))
+            room.allow(1)
+            for engine in (one, other):
+                engine.settimeout(60)
+                engine.connect(str(room.path))
+            one.sendall(b"w")
+            self.assertEqual(one.recv(1), b"g")
+            other.sendall(b"w")
+            select.select([one], [], [], 60)
+            one.close()
+            self.assertEqual(other.recv(1), b"g")
 
     def test_room_and_engines_talk(self) -> None:
         with tempfile.TemporaryDirectory() as folder, rooms.Room(Path(folder) / "room") as room:

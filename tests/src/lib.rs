@@ -17,7 +17,7 @@ mod random;
 mod session;
 mod terminal;
 
-pub use build::{binary, build, library};
+pub use build::{binary, built, library};
 pub use node::{Node, Options, unit};
 pub use process::{Finished, Process, Run};
 pub use random::Random;

@@ -326,8 +326,8 @@ mod tests {
     fn look_counts_until_its_process_has_ended() {
         let examiner = Examiner::new(Place::Threads);
         let (mut child, id, watch) = process(nothing());
-        let deadline = Instant::now() + PATIENCE;
         for _ in 0..2 * MOST_LOOKS {
+            let deadline = Instant::now() + PATIENCE;
             examiner.variable(id, &watch, "TEST", deadline).unwrap();
         }
         child.kill().unwrap();

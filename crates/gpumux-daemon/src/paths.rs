@@ -275,7 +275,7 @@ fn has_ended(status: &str) -> bool {
 
 /// Whether the lock could be had. One that is about to end may hold it for a moment yet.
 fn locked(lock: &File) -> bool {
-    (0..30).any(|attempt| {
+    (0..100).any(|attempt| {
         if attempt > 0 {
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -444,7 +444,8 @@ fn code_is_linked_at_run_time() {
 #[test]
 fn the_library_exports_every_entry_point() {
     // SAFETY: it does nothing when it is loaded.
-    let library = unsafe { libloading::Library::new(library_dir().join("libgpumux_emu.so")) };
+    let library =
+        unsafe { libloading::Library::new(gpumux_tests::built().join("libgpumux_emu.so")) };
     let library = library.unwrap();
     let mut count = 0;
     for it in gpumux_cuda::list::entry_points() {
@@ -477,7 +478,10 @@ fn what_is_missing_is_counted() {
     let counts = device.note();
     let child = Command::new(std::env::current_exe().unwrap())
         .args([NAME, "--exact", "--nocapture", "--test-threads=1"])
-        .envs(gpumux_emu::environment(library_dir(), &device.socket()))
+        .envs(gpumux_emu::environment(
+            gpumux_tests::built(),
+            &device.socket(),
+        ))
         .env(PROGRAM, NAME)
         .env("GPUMUX_EMU_MISSING", &counts)
         .stdout(Stdio::piped())

@@ -6,7 +6,6 @@ use std::{
     ffi::{CString, c_char, c_int, c_void},
     io::{BufRead, Write},
     ptr,
-    time::Instant,
 };
 
 type Handle = *mut c_void;
@@ -149,14 +148,6 @@ fn main() {
             "destroy" => call!(way, "cuStreamDestroy_v2"(thing(1)): (Handle)),
             "finish" => call!(way, "fake_finish"(thing(1)): (Handle)),
             "spoiled" => call!(way, "fake_spoiled"(): ()),
-            // Nanoseconds of a launch, the best of many rounds.
-            "cost" => {
-                // SAFETY: the signature is `cuda.h`'s.
-                let function: Launch =
-                    unsafe { std::mem::transmute::<Handle, Launch>(way.find("cuLaunchKernel")) };
-                let stream = thing(1);
-                (0..200).map(|_| round(function, stream)).min().unwrap()
-            }
             other => panic!("no command {other:?}"),
         };
         if !made.is_null() {
@@ -165,14 +156,4 @@ fn main() {
         println!("{result}");
         std::io::stdout().flush().unwrap();
     }
-}
-
-/// Nanoseconds of a launch, times 10.
-fn round(function: Launch, stream: Handle) -> c_int {
-    const LAUNCHES: u32 = 10_000;
-    let start = Instant::now();
-    for _ in 0..LAUNCHES {
-        launch(function, stream);
-    }
-    (start.elapsed().as_nanos() * 10 / u128::from(LAUNCHES)) as c_int
 }

@@ -47,8 +47,9 @@ use crate::{
     work,
 };
 
-/// How long the program's thread waits for the daemon's welcome under `GPUMUX_STRICT=1`.
-const STRICT_WAIT: Duration = Duration::from_secs(2);
+/// How long the program's thread waits under `GPUMUX_STRICT=1` until the agent knows whether there is a daemon: longer than
+/// the agent waits for an answer, even where it is seldom run.
+const STRICT_WAIT: Duration = Duration::from_secs(20);
 
 /// Exit code of a process that must not run unmanaged.
 pub(crate) const REFUSED_EXIT: i32 = 125;
@@ -290,9 +291,12 @@ impl Process {
 
     fn await_decision(&self) {
         let decided = guard::lock(&self.decided);
-        let _ = self
+        let waited = self
             .decision
             .wait_timeout_while(decided, STRICT_WAIT, |decided| !*decided);
+        if waited.is_ok_and(|(_, waited)| waited.timed_out()) {
+            self.give_up(format_args!("the session does not begin"));
+        }
     }
 }
 

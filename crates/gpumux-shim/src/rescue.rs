@@ -366,6 +366,7 @@ mod tests {
 
     #[test]
     fn pause_ends_once_when_the_expired_lease_is_renewed() {
+        let _alone = crate::ground::guard::alone();
         let (lease, file) = gpumux_wire::lease::Lease::create().unwrap();
         let rescue = Rescue::default();
         let is_over = || rescue.lock().phase.is_over();
@@ -390,6 +391,7 @@ mod tests {
 
     #[test]
     fn memory_does_not_move_once_the_lease_has_expired() {
+        let _alone = crate::ground::guard::alone();
         let rescue = Rescue::default();
         assert!(!rescue.begin_move(), "without a session");
         rescue.lock().phase = Phase::Managed(None);

@@ -2,7 +2,10 @@
 
 mod support;
 
-use std::process::Stdio;
+use std::{
+    process::Stdio,
+    time::{Duration, Instant},
+};
 
 use gpumux_rm::Controls;
 use gpumux_wire::{
@@ -169,8 +172,8 @@ fn expired_lease_frees_groups_while_the_session_is_open() {
     assert_eq!((page.revision(), page.expired()), (REVISION, 0));
     compute.3.set_timeslice(1).unwrap();
     compute.3.freeze().unwrap();
-    lease.renew();
     place.refuse_timeslices(true);
+    lease.renew();
     let from = place.log().len();
     place.await_log(from, &["refused 100"]);
     assert_eq!(page.expired(), 1, "before any control");
@@ -192,11 +195,19 @@ fn expired_lease_frees_groups_while_the_session_is_open() {
     let [compute, _] = context(&session);
     compute.3.freeze().unwrap();
     let from = place.log().len();
+    let (mut renewed, mut longest) = (Instant::now(), Duration::ZERO);
     for _ in 0..50 {
         std::thread::sleep(LOOK / 4);
         lease.renew();
+        longest = longest.max(renewed.elapsed());
+        renewed = Instant::now();
     }
-    assert_eq!(place.log().len(), from, "its groups are the daemon's");
+    // Where this thread was not run for that long, the lease has expired.
+    let in_time = longest < (LOOKS - 1) * LOOK;
+    assert!(
+        !in_time || place.log().len() == from,
+        "its groups are the daemon's"
+    );
     let (errors, code) = tenant.end();
     assert_eq!((errors.len(), code), (1, Some(0)), "{errors:?}");
     assert!(errors[0].contains("stands still"), "{errors:?}");

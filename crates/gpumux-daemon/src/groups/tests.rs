@@ -283,8 +283,13 @@ async fn server_that_ends_just_after_its_last_member_has_failed() {
     let membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let (name, process) = (membership.name(), only(&groups).process().unwrap());
     drop(membership);
-    process.watch().unwrap().kill();
-    let failure = tokio::time::timeout(Duration::from_secs(5), told.recv());
+    let watch = process.watch().unwrap();
+    watch.kill();
+    // Nothing else runs on this thread meanwhile: the group looks once, soon.
+    gpumux_tests::wait_for("the server's end", Duration::from_secs(20), || {
+        watch.has_ended().then_some(())
+    });
+    let failure = tokio::time::timeout(Duration::from_secs(20), told.recv());
     assert!(matches!(failure.await.unwrap(), Some(Failure::Server(of)) if of == name));
     groups.end(&only(&groups)).await;
 }

@@ -249,6 +249,8 @@ async fn connection_that_cannot_be_passed_on_is_refused_alone() {
         eprintln!("SKIPPED: only root can act as another user");
         return;
     }
+    // Other tests of this process do, perhaps meanwhile.
+    crate::serve::raise_file_limit();
     let listening = Listening::new();
     let [sessions, api] = listening.listeners;
     let (started, receiver) = std::sync::mpsc::channel();

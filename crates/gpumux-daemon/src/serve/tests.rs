@@ -304,7 +304,10 @@ async fn daemon_whose_folder_is_removed_ends_in_good_order() {
     let _server = join(&server, &driver, 2);
     let controlled = |tenant: &Tenant| tenant.domains.iter().any(|d| d.timeslice_us == 1);
     daemon.until("train", controlled).await;
-    std::fs::remove_dir_all(&dir).unwrap();
+    // The daemon may write a file there meanwhile.
+    gpumux_tests::wait_for("the folder's end", Duration::from_secs(20), || {
+        std::fs::remove_dir_all(&dir).ok()
+    });
     // What another daemon has there stays.
     std::fs::create_dir(&dir).unwrap();
     for file in ["lock", "api.sock", "groups.json"] {

@@ -4,10 +4,9 @@
 
 use std::{
     ffi::{CString, c_void},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, Stdio},
     ptr::null_mut,
-    sync::OnceLock,
     thread,
     time::{Duration, Instant},
 };
@@ -62,7 +61,10 @@ impl Device {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
             .args([name, "--exact", "--nocapture", "--test-threads=1"])
-            .envs(gpumux_emu::environment(library_dir(), &self.socket()))
+            .envs(gpumux_emu::environment(
+                gpumux_tests::built(),
+                &self.socket(),
+            ))
             .env(PROGRAM, name)
             .env("NOTE", self.note())
             .stdout(Stdio::piped())
@@ -80,12 +82,6 @@ impl Device {
     pub(crate) fn wait_until_free(&self) {
         wait_for("the memory of ended processes", || self.used() == 0);
     }
-}
-
-/// The folder with the library, built at the first call.
-pub(crate) fn library_dir() -> &'static Path {
-    static DIR: OnceLock<PathBuf> = OnceLock::new();
-    DIR.get_or_init(|| gpumux_tests::build(&["-p", "gpumux-emu-cuda", "--lib"]))
 }
 
 #[track_caller]

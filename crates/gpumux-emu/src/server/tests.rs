@@ -233,7 +233,7 @@ fn long_kernel_left_behind_in_a_group_ends_its_neighbours() {
     // the control file until the kernel has ended, and whether the neighbours are lost.
     for (length, ends, held, lost) in [
         (u64::MAX, false, false, true),
-        (1000 * MILLI, false, false, true),
+        (1_000_000 * MILLI, false, false, true),
         (MILLI, false, false, false),
         (u64::MAX, true, false, false),
         (300 * MILLI, false, true, false),

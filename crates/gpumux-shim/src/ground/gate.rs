@@ -246,6 +246,7 @@ mod tests {
 
     #[test]
     fn exit_waits_for_the_mover_and_forbids_moves() {
+        let _alone = crate::ground::guard::alone();
         let moving = begin_move().expect("nobody has left");
         assert!(begin_move().is_none());
         let leaving = std::thread::spawn(|| leave(Duration::from_secs(60)));
@@ -261,6 +262,7 @@ mod tests {
 
     #[test]
     fn closed_gate_is_empty_once_it_is_left() {
+        let _alone = crate::ground::guard::alone();
         let (entered, is_in) = mpsc::channel();
         let (leave, may_leave) = mpsc::channel::<()>();
         let first = std::thread::spawn(move || {

@@ -71,3 +71,10 @@ pub(crate) fn without_signals<R>(work: impl FnOnce() -> R) -> R {
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
     result
 }
+
+/// Held by a test that uses what the whole process shares: others wait.
+#[cfg(test)]
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    lock(&ALONE)
+}

@@ -401,6 +401,7 @@ mod tests {
 
     #[test]
     fn limited_copy_waits_until_it_is_released() {
+        let _alone = crate::ground::guard::alone();
         const SLOT: u32 = 9;
         let done = AtomicBool::new(false);
         limit(SLOT, [None, Some(1)]);

@@ -857,6 +857,7 @@ mod tests {
 
     #[test]
     fn ending_context_is_not_used_to_take_the_device() {
+        let _alone = crate::ground::guard::alone();
         const CONTEXT: u64 = 0xc0;
         know(CONTEXT, 1);
         let index = find(CONTEXT).unwrap();
@@ -873,6 +874,7 @@ mod tests {
 
     #[test]
     fn stream_is_there_until_no_hold_ends_behind_it() {
+        let _alone = crate::ground::guard::alone();
         const CONTEXT: u64 = 0xc1;
         const STREAM: u64 = 0x57;
         know(CONTEXT, 1);
@@ -892,6 +894,7 @@ mod tests {
 
     #[test]
     fn exit_waits_until_no_device_is_being_taken() {
+        let _alone = crate::ground::guard::alone();
         let state = lock(&TABLE[PLACES - 1].state);
         let exits = || exit(Instant::now() + Duration::from_secs(60));
         std::thread::scope(|scope| {

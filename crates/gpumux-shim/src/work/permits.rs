@@ -333,6 +333,7 @@ mod tests {
 
     #[test]
     fn held_launch_waits_for_its_permit_or_the_release() {
+        let _alone = crate::ground::guard::alone();
         const SLOT: u32 = 5;
         let (daemon, file) = Permits::create().unwrap();
         let set = |permit| {

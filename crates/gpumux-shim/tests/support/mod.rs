@@ -5,13 +5,13 @@
 use std::{
     io::{BufRead, BufReader, Read, Write},
     os::fd::{AsFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio},
-    sync::OnceLock,
     time::{Duration, Instant},
 };
 
 use gpumux_rm::{Group, RmControls, emulated::EmulatedFile};
+use gpumux_tests::built;
 use gpumux_wire::{Daemon, PROTOCOL, Shim, page::Page, socket};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -21,18 +21,12 @@ use rustix::{
 /// The bound of every wait: far beyond what a loaded machine needs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The folder with the library and, under `examples`, the programs; built at the first call.
-fn dir() -> &'static Path {
-    static DIR: OnceLock<PathBuf> = OnceLock::new();
-    DIR.get_or_init(|| gpumux_tests::build(&["-p", "gpumux-shim", "--lib", "--examples"]))
-}
-
 pub(crate) fn shim() -> PathBuf {
-    dir().join("libgpumux.so")
+    built().join("libgpumux.so")
 }
 
 pub(crate) fn example(name: &str) -> PathBuf {
-    dir().join("examples").join(name)
+    built().join("examples").join(name)
 }
 
 /// A place for one test: socket, log, and what programs get about them.
