@@ -145,7 +145,7 @@ fn page_that_claims_to_be_idle_gains_nothing() {
 }
 
 /// How many files the daemon has once no more come or go.
-fn settled_files(node: &Node) -> usize {
+pub(crate) fn settled_files(node: &Node) -> usize {
     let a_while = Duration::from_millis(500);
     let what = "no files come or go";
     wait_settled(what, PATIENCE, a_while, || node.daemon_files().len())

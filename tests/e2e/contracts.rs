@@ -4,7 +4,6 @@ use std::{
     io::{Read, Write},
     os::unix::net::UnixStream,
     process::Command,
-    time::{Duration, Instant},
 };
 
 use gpumux_tests::{Node, Options, Process, Run, binary, real};
@@ -203,14 +202,7 @@ fn demo_shows_what_gpumux_does() {
     // Its own device, as a user has it.
     demo.env_remove("GPUMUX_EMU_SOCKET")
         .env_remove("GPUMUX_RUNTIME_DIR");
-    let started = Instant::now();
-    let demo = demo.run().ok();
-    assert!(
-        started.elapsed() < Duration::from_secs(60),
-        "{:?}",
-        started.elapsed()
-    );
-    let report = demo.json();
+    let report = demo.run().ok().json();
     assert_eq!(keys(&report), ["device", "rows"]);
     assert_eq!(report["device"]["emulated"], !real());
     assert!(

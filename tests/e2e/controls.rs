@@ -24,8 +24,9 @@ fn timeslices_read_back_as_they_were_set() {
 fn a_frozen_kernel_stops_in_the_middle_and_finishes_correctly() {
     let puppet = Puppet::new();
     let running = puppet.node.dir().join("running");
+    // It takes 3 s.
     let check = format!(
-        "gpumux workload check --json --seconds 1 --ready-file {}",
+        "gpumux workload check --json --rounds 75000 --ready-file {}",
         running.display()
     );
     let (mut process, _session, controls) = puppet.start(&check);
@@ -33,7 +34,7 @@ fn a_frozen_kernel_stops_in_the_middle_and_finishes_correctly() {
         running.exists().then_some(())
     });
     controls.freeze().unwrap();
-    // Several times what it takes when it is left alone.
+    // Longer than it takes when it is left alone.
     std::thread::sleep(Duration::from_secs(4));
     assert!(
         process.poll().is_none(),
@@ -173,7 +174,7 @@ fn rotation_interrupts_kernels_and_keeps_them_correct() {
     let _other = Process::start(&mut node.tenant("--class batch --name other", TICKS));
     let running = node.dir().join("running");
     let check = format!(
-        "gpumux workload check --json --ready-file {}",
+        "gpumux workload check --json --rounds 125000 --ready-file {}",
         running.display()
     );
     let check = Process::start(&mut node.tenant("--class batch --name check", &check));

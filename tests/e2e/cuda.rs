@@ -1,10 +1,10 @@
 //! Programs of the CUDA runtime, as nvcc makes them: they say the same on the emulated device and on a real one, with and
 //! without gpumux.
 
-use std::{path::PathBuf, time::Instant};
+use std::path::PathBuf;
 
 use gpumux_tests::{
-    Finished, Node, Options, PATIENCE, Process, Run,
+    Finished, Node, Options, PATIENCE, Patience, Process, Run,
     cuda::{Runtime, collect, collect_nvml_script, nvml_script, program, ptx},
     real, wait_for,
 };
@@ -169,12 +169,12 @@ fn programs_whose_memory_is_moved_say_the_same() {
         };
         let path = program.path.to_str().expect("a plain path");
         let options = format!("--name {name} --memory-limit 2GiB");
-        let (started, mut moves) = (Instant::now(), 0);
+        let (mut left, mut moves) = (Patience::new(3 * PATIENCE), 0);
         // It may end before it was moved even once.
         while moves == 0 {
             let mut tenant = Process::start(&mut node.tenant(&options, path));
             while tenant.poll().is_none() && moves < MOVES {
-                assert!(started.elapsed() < 3 * PATIENCE, "{name}: {}", tenant.out());
+                assert!(left.lasts(), "{name}: {}", tenant.out());
                 // It wakes by itself, with its next call. Before its first and after its last it is not there.
                 moves += usize::from(node.gpumux(["sleep", name]).run().status.success());
             }

@@ -10,7 +10,9 @@ use std::{
     time::Duration,
 };
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, program, real, wait_for};
+use gpumux_tests::{
+    Node, Options, PATIENCE, Patience, Process, Run, binary, program, real, wait_for,
+};
 use rustix::process::Signal;
 
 /// What is not executed, and why.
@@ -239,15 +241,10 @@ impl Stage {
         };
         let mut screen = Process::start(&mut terminal);
         // The picture has no line ends; a picture is there when the terminal received one.
-        let started = std::time::Instant::now();
+        let mut left = Patience::new(PATIENCE);
         while screen.poll().is_none() {
             screen.write("q");
-            assert!(
-                started.elapsed() < PATIENCE,
-                "{:?} {:?}",
-                screen.out(),
-                screen.err()
-            );
+            assert!(left.lasts(), "{:?} {:?}", screen.out(), screen.err());
             // Like a user who presses the key again.
             std::thread::sleep(Duration::from_millis(200));
         }

@@ -18,16 +18,20 @@ fn freezes(tenant: &Value) -> Option<u64> {
 #[test]
 fn stopped_daemon_leaves_no_tenant_frozen_and_controls_again() {
     let node = Node::start();
-    let _serve = Process::start(&mut node.tenant("--name serve --class latency", REQUESTS));
+    let serve = Process::start(&mut node.tenant("--name serve --class latency", REQUESTS));
     let names = ["b0", "b1", "b2"];
-    let start = |name: &&str| {
+    let batch = names.map(|name| {
         Process::start(&mut node.tenant(&format!("--name {name} --class batch"), TICKS))
-    };
-    let batch: Vec<Process> = names.iter().map(start).collect();
+    });
     // They take turns: when the daemon stops, all but one of them are frozen.
     for name in names {
         node.wait_tenant(name, |tenant| freezes(tenant) > Some(2));
     }
+    // On a slow machine, some may have freed themselves already, and print it once.
+    let expired_before = expiries(&node);
+    let freed = |it: &&Process| it.err().contains("stands still");
+    let all = || batch.iter().chain([&serve]);
+    let already = all().filter(freed).count();
     node.daemon().signal(Signal::STOP);
     let before: Vec<usize> = batch.iter().map(Process::lines).collect();
     for (process, before) in batch.iter().zip(before) {
@@ -35,6 +39,9 @@ fn stopped_daemon_leaves_no_tenant_frozen_and_controls_again() {
             (process.lines() > before + 50).then_some(())
         });
     }
+    wait_for("all to have freed themselves", PATIENCE, || {
+        all().all(|it| freed(&it)).then_some(())
+    });
     node.daemon().signal(Signal::CONT);
     for name in names {
         node.wait_tenant(name, |tenant| freezes(tenant) > Some(2));
@@ -42,7 +49,8 @@ fn stopped_daemon_leaves_no_tenant_frozen_and_controls_again() {
     node.wait_tenant("serve", |tenant| {
         tenant["domains"][0]["timeslice_us"] == 1_000_000
     });
-    assert_eq!(expiries(&node), 4);
+    let expired = expiries(&node) - expired_before;
+    assert!(expired >= (4 - already) as u64, "{expired}");
 }
 
 /// How often processes have freed themselves.

@@ -9,7 +9,7 @@ mod random;
 mod shown;
 mod turns;
 
-use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, real, wait_for};
+use gpumux_tests::{Finished, Node, Options, PATIENCE, Patience, Process, Run, real, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::{
@@ -23,6 +23,18 @@ use std::{
 /// A random program: it ends by itself and says whether every byte was right.
 fn program(seed: u32, memory: &str, steps: u32) -> String {
     format!("gpumux workload memory --json --seed {seed} --memory {memory} --steps {steps}")
+}
+
+/// The same without an end of its own.
+fn endless(seed: u32, memory: &str) -> String {
+    format!("gpumux workload memory --json --seed {seed} --memory {memory} --seconds 86400")
+}
+
+/// Ends one of these, which verifies all that it has.
+#[track_caller]
+fn end_verified(process: Process) -> Value {
+    process.signal(Signal::TERM);
+    verified(&process.finish_within(PATIENCE * 3))
 }
 
 #[track_caller]
@@ -45,14 +57,32 @@ pub(crate) fn bytes(tenant: &Value, field: &str) -> u64 {
     memory.iter().filter_map(|it| it[field].as_u64()).sum()
 }
 
+/// A program `name` that asks for so many MiB once all else of it is ready, and whether it had them in a second. Then no memory of others
+/// may have been moved for it: programs have that time to give caches back.
+pub(crate) fn takes(node: &Node, name: &str, mib: u64) -> (Process, bool) {
+    let start = node.dir().join(name);
+    let sweep = format!(
+        "gpumux workload sweep --memory {mib}MiB --seconds 600 --start-file {}",
+        start.display()
+    );
+    let process = Process::start(&mut node.tenant(&format!("--name {name}"), &sweep));
+    node.wait_tenant(name, |it| {
+        !it["domains"][0].is_null() && bytes(it, "in_use") > 0
+    });
+    let began = Instant::now();
+    File::create(start).expect("room");
+    node.wait_tenant(name, |it| bytes(it, "in_use") >= mib << 20);
+    (process, began.elapsed() < Duration::from_secs(1))
+}
+
 /// Free memory of the only device.
 pub(crate) fn free(node: &Node) -> u64 {
     let memory = node.gpumux(["memory", "--json"]).run().ok().json();
     memory["devices"][0]["free"].as_u64().expect("a number")
 }
 
-/// So often programs are moved whenever they work: one that sleeps at every call would take minutes.
-const MOVES: u32 = 60;
+/// So often are programs moved, whenever they work.
+const MOVES: u32 = 20;
 
 fn sleeps(node: &Node, name: &str) -> bool {
     node.gpumux(["sleep", name]).run().status.success()
@@ -321,12 +351,14 @@ sys.stdin.read()
     }
 }
 
-/// A tenant `worker` in the middle of a kernel that takes so long. It asks the driver for nothing more until that ends, so that it
+/// A tenant `worker` in the middle of a kernel that takes an H100 so long. It asks the driver for nothing more until that ends, so that it
 /// wakes on request.
-fn checks(node: &Node, memory: &str, seconds: u32) -> Process {
+fn checks(node: &Node, mib: u32, seconds: u32) -> Process {
     let running = node.dir().join("running");
+    // As many as were measured by `--seconds` would be fewer on a machine that is late.
+    let rounds = seconds * 1_600_000 / mib;
     let check = format!(
-        "gpumux workload check --json --memory {memory} --seconds {seconds} --ready-file {}",
+        "gpumux workload check --json --memory {mib}MiB --rounds {rounds} --ready-file {}",
         running.display()
     );
     let worker = Process::start(&mut node.tenant("--name worker", &check));

@@ -278,13 +278,13 @@ fn grant_of_a_daemon_that_was_killed_is_asked_for_again() {
     }
     // A grant is up to 2 MiB more than is needed here.
     let mut node = Node::with_memory(256 * MIB);
-    let Some(command) = program(&node, 50) else {
+    let Some(command) = program(&node, 100) else {
         return;
     };
     let start = |name: &str| Process::start(&mut node.tenant(&format!("--name {name}"), &command));
     let (mut small, mut large) = (start("small"), start("large"));
     for name in ["small", "large"] {
-        node.wait_tenant(name, |it| bytes(it, "in_use") >= 50 * MIB);
+        node.wait_tenant(name, |it| bytes(it, "in_use") >= 100 * MIB);
     }
     node.kill_daemon();
     large.write("fill\n");

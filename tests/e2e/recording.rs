@@ -21,9 +21,15 @@ fn planners_decide_again_what_a_daemon_recorded() {
     node.configure(["--record".into(), file.display().to_string()]);
     node.start_daemon();
     // 60% of the device each. One is of a higher class, and works in bursts.
-    let jobs = [("sweep", "batch"), ("check", "standard")].map(|(kind, class)| {
+    let barrier = node.dir().join("barrier");
+    let both = format!("--json --memory 307MiB --barrier 2:{}", barrier.display());
+    let jobs = [
+        ("sweep", "batch", "--seconds 2"),
+        ("check", "standard", "--rounds 10000"),
+    ];
+    let jobs = jobs.map(|(kind, class, length)| {
         let run = format!("--name {kind} --class {class}");
-        let job = format!("gpumux workload {kind} --json --memory 307MiB --seconds 2");
+        let job = format!("gpumux workload {kind} {both} {length}");
         Process::start(&mut node.tenant(&run, &job))
     });
     for job in jobs {

@@ -371,7 +371,6 @@ fn program_started_between_daemons_gets_the_next() {
     node.kill_daemon();
     let mut tenant = node.tenant("--name waits", "sh -c");
     let mut tenant = Process::start(tenant.arg("echo ready; sleep 60"));
-    std::thread::sleep(Duration::from_millis(300));
     node.start_daemon();
     tenant.wait_lines(1);
     assert_eq!(tenant.err(), "");

@@ -6,10 +6,14 @@ mod sms;
 
 use crate::{REQUESTS, TICKS, is_well, wait_still};
 use gpumux_rm::Controls;
-use gpumux_tests::{Listener, Node, Options, PATIENCE, Process, Run, Session, real, wait_for};
+use gpumux_tests::{
+    Listener, Node, Options, PATIENCE, Patience, Process, Run, Session, real, wait_for,
+    wait_settled,
+};
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use std::{
+    cell::RefCell,
     fs,
     io::{Read, Write},
     os::unix::net::UnixStream,
@@ -22,18 +26,31 @@ use std::{
 #[test]
 fn work_of_a_killed_client_ends_others_unless_short_or_held() {
     let puppets = Puppets::new();
-    let endless = "gpumux workload fault --kind endless --seconds 0.1".to_owned();
-    let batch = |us: u32| format!("gpumux workload batch --kernel-us {us} --seconds 600");
+    let endless = "fault --kind endless --seconds 0.1".to_owned();
+    let batch = |us: u32| format!("batch --kernel-us {us} --seconds 600");
     for (program, held, ends) in [
         (batch(500), false, false),
         (batch(20_000), true, false),
         (endless, false, true),
     ] {
         let (mut neighbour, _session, controls) = puppets.start(TICKS);
-        let (killed, session, others_controls) = puppets.start(&program);
-        // Its longest kernels run, and its files have come.
-        std::thread::sleep(Duration::from_secs(2));
-        let files = session.files();
+        let running = puppets.node.dir().join("running");
+        let command = format!(
+            "gpumux workload {program} --ready-file {}",
+            running.display()
+        );
+        let (killed, session, others_controls) = puppets.start(&command);
+        wait_for("its longest kernels", PATIENCE, || {
+            running.exists().then_some(())
+        });
+        fs::remove_file(&running).unwrap();
+        let files = RefCell::new(Vec::new());
+        let a_while = Duration::from_secs(1);
+        wait_settled("its files have come", PATIENCE, a_while, || {
+            let mut files = files.borrow_mut();
+            files.extend(session.files());
+            files.len()
+        });
         // The controls have a control file, too.
         let kept = held.then_some((files, others_controls));
         drop(session);
@@ -78,15 +95,14 @@ fn find<'a>(ps: &'a Value, name: &str) -> &'a Value {
 /// Waits until one look at all tenants shows what `accept` takes.
 #[track_caller]
 fn wait_ps<T>(node: &Node, what: &str, mut accept: impl FnMut(&Value) -> Option<T>) -> T {
-    let mut last = Value::Null;
-    let started = Instant::now();
-    while started.elapsed() < PATIENCE {
-        last = node.ps();
-        if let Some(found) = accept(&last) {
+    let mut left = Patience::new(PATIENCE);
+    loop {
+        let ps = node.ps();
+        if let Some(found) = accept(&ps) {
             return found;
         }
+        assert!(left.lasts(), "{what} never came to be: {ps:#}");
     }
-    panic!("{what} never came to be: {last:#}");
 }
 
 #[test]
@@ -183,12 +199,12 @@ fn a_group_is_frozen_and_thawed_as_one_and_all_progress() {
 fn a_latency_tenant_outside_preempts_the_group() {
     let node = Node::start();
     // Without preemption, kernels would let requests wait for as long as they take: on a machine that also has to be the device, for
-    // longer than that needs.
+    // far longer than that needs.
     let (load, most_us) = match real() {
         true => (LOAD, 5_000.0),
         false => (
-            "gpumux workload batch --kernel-us 100000 --seconds 600",
-            50_000.0,
+            "gpumux workload batch --kernel-us 5000000 --seconds 600",
+            1_000_000.0,
         ),
     };
     let loads = ["a", "b"].map(|name| member(&node, name, "", load));
@@ -196,7 +212,7 @@ fn a_latency_tenant_outside_preempts_the_group() {
         node.wait_tenant(name, |it| domain(it)["demand"] == "busy");
     }
     let serve =
-        "gpumux workload latency --kernels 10 --kernel-us 10 --period-us 10000 --seconds 3 --json";
+        "gpumux workload latency --kernels 10 --kernel-us 10 --period-us 50000 --seconds 3 --json";
     let report = node
         .tenant("--class latency --name serve", serve)
         .run()

@@ -96,7 +96,8 @@ fn process_that_thaws_itself_is_found_by_the_time_it_used() {
     let _thief = start("thief", "--tamper thaw,timeslice");
     node.wait_tenant("thief", tampers);
     wait_for("what the trace shows", PATIENCE, || {
-        let trace = node.gpumux(["trace", "--seconds", "30"]).run().ok().out;
+        // The daemon answers with an error while a control of a slow device does not return.
+        let trace = node.gpumux(["trace", "--seconds", "30"]).run().out;
         trace.contains("it ran while it was frozen").then_some(())
     });
     for name in ["serve", "one", "two"] {

@@ -4,8 +4,6 @@ use std::path::Path;
 
 use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, wait_for};
 
-use crate::TICKS;
-
 /// No process listens there. A program without CUDA must not even look.
 const NOWHERE: &str = "/nonexistent/session.sock";
 
@@ -87,9 +85,11 @@ fn a_program_without_cuda_makes_no_session() {
     assert_eq!(found["pids"].as_array().map(Vec::len), Some(0), "{found:#}");
 }
 
-/// Nothing, or that it didn't wait for the daemon's answer, which then finds it later: so it is on a slow machine.
+/// Nothing, or that the daemon's answer or lease came late, once each: so it is on a slow machine, and the daemon finds it later.
 fn says_nothing(err: &str) -> bool {
-    err.is_empty() || err.lines().count() == 1 && err.contains("timed out")
+    let late = ["timed out", "stands still"];
+    let is_late = |line: &str| late.iter().any(|it| line.contains(it));
+    err.lines().count() <= late.len() && err.lines().all(is_late)
 }
 
 #[test]
@@ -174,15 +174,34 @@ fn a_program_that_ends_leaves_its_exit_code_and_no_tenant() {
 #[test]
 fn many_processes_at_once_do_not_lock_up() {
     let node = Node::start();
-    let count = 64;
-    let start = |_| Process::start(&mut node.tenant("--class batch", TICKS));
-    let mut tenants: Vec<_> = (0..count).map(start).collect();
+    let (count, at_a_time) = (64_usize, 8);
+    let script = format!(
+        "echo ready; read line; exec {} scratch",
+        gpumux_tests::binary().display()
+    );
+    let mut tenants: Vec<Process> = Vec::new();
+    // A request is given up after 5 s, which a slow machine may need for more of them.
+    for n in 0..count {
+        let mut tenant = node.tenant("--class batch", "sh -c");
+        tenants.push(Process::start(tenant.arg(&script)));
+        if let Some(earlier) = n.checked_sub(at_a_time) {
+            tenants[earlier].wait_lines(1);
+        }
+    }
     for tenant in &mut tenants {
         tenant.wait_lines(1);
+    }
+    for tenant in &mut tenants {
+        tenant.write("go\n");
+    }
+    for tenant in &mut tenants {
+        tenant.wait_lines(2);
         assert!(says_nothing(&tenant.err()), "{}", tenant.err());
     }
     wait_for("all tenants", PATIENCE, || {
-        let ps = node.ps();
+        // This one may be given up, too.
+        let ps = node.gpumux(["ps", "--json"]).run();
+        let ps: serde_json::Value = serde_json::from_str(&ps.out).ok()?;
         let tenants = ps["tenants"].as_array()?;
         let seen = tenants
             .iter()

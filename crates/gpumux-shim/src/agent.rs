@@ -84,8 +84,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                     rescue: Box::leak(Box::default()),
                     told: BTreeMap::new(),
                     unsettled: BTreeMap::new(),
-                    decided: false,
-                    warned: false,
+                    known: Known::Nothing,
                     poller_started: false,
                     mover: Box::leak(Box::default()),
                     shared_memory: VecDeque::new(),
@@ -134,6 +133,15 @@ struct Told {
     touched: u32,
 }
 
+/// What is known of the daemon. The program's user is notified of its absence and of its loss, once each.
+#[derive(PartialEq)]
+enum Known {
+    Nothing,
+    Absent,
+    Present,
+    Lost,
+}
+
 struct Session {
     process: &'static Process,
     shared: &'static Agent,
@@ -141,9 +149,7 @@ struct Session {
     told: BTreeMap<GroupId, Told>,
     /// Groups under construction: their channels when last seen to change, and when that was.
     unsettled: BTreeMap<GroupId, (usize, Instant)>,
-    /// Whether the daemon's first answer, or its absence, is known.
-    decided: bool,
-    warned: bool,
+    known: Known,
     poller_started: bool,
     mover: &'static MoverThread,
     /// Orders about shared memory, which are carried out while all memory is on the device.
@@ -173,7 +179,9 @@ impl Session {
                     self.shared_memory.clear();
                     self.permits.clear();
                     self.process.decide();
-                    self.decided = true;
+                    if self.known != Known::Lost {
+                        self.known = Known::Present;
+                    }
                     pause = PAUSE.0;
                     // The daemon before may have had others; this one says where its own differ.
                     self.mover.set_rules(None, false);
@@ -243,17 +251,21 @@ impl Session {
         Shim::Keeps { bytes }
     }
 
-    /// Says so, once in the process's life. Without a first session, `GPUMUX_STRICT=1` ends it.
+    /// There is no daemon, or no longer. If none answers the first hello, `GPUMUX_STRICT=1` ends the process.
     fn fail(&mut self, why: std::fmt::Arguments<'_>) {
-        if !self.decided {
-            self.process.give_up(why);
-            // The daemon that made its tenant was there lately.
-            lease::expect(self.process.config.tenant.is_some());
-        } else if !self.warned {
-            say(format_args!("{why}; running unmanaged until it is back"));
+        match self.known {
+            Known::Nothing => {
+                self.process.give_up(why);
+                // The daemon that made its tenant was there lately.
+                lease::expect(self.process.config.tenant.is_some());
+                self.known = Known::Absent;
+            }
+            Known::Present => {
+                say(format_args!("{why}; running unmanaged until it is back"));
+                self.known = Known::Lost;
+            }
+            Known::Absent | Known::Lost => {}
         }
-        self.warned = true;
-        self.decided = true;
         self.process.decide();
         lease::set_up(false, Vec::new());
     }

@@ -360,6 +360,23 @@ fn a_daemon_that_is_of_no_use_costs_one_line_or_the_program() {
 }
 
 #[test]
+fn lost_daemon_that_answered_late_at_first_is_reported() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut tenant = place.tenant();
+    tenant.tell("open");
+    tenant.tell("context 100");
+    let late = listener.accept();
+    late.hello();
+    assert!(late.recv().is_none());
+    assert!(tenant.error_line().contains("timed out"));
+    let (session, ..) = listener.session();
+    drop((session, listener));
+    assert!(tenant.error_line().contains("lost the daemon"));
+    end_quietly(tenant);
+}
+
+#[test]
 fn a_socket_that_is_none_costs_one_line() {
     let place = Place::new();
     std::fs::write(place.socket(), "").unwrap();

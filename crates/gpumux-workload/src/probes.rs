@@ -142,10 +142,9 @@ pub(crate) fn fault(args: &Fault, stop: &AtomicBool) -> anyhow::Result<Report> {
     if !args.common.gate.wait(stop)? {
         return Ok(report);
     }
-    args.common.gate.ready()?;
     let begin = Instant::now();
     let deadline = begin + args.common.seconds;
-    let died = (|| {
+    let mut launch = || -> gpumux_cuda::Result<()> {
         while Instant::now() < deadline && !stopped(stop) {
             gpu.work(gpu.shape(1, 256), 1000)?;
             gpu.stream.synchronize()?;
@@ -155,14 +154,11 @@ pub(crate) fn fault(args: &Fault, stop: &AtomicBool) -> anyhow::Result<Report> {
             return Ok(());
         }
         match args.kind {
-            FaultKind::Trap => gpu.trap()?,
-            FaultKind::Assert => gpu.assert()?,
-            FaultKind::IllegalAddress => gpu.stray()?,
-            FaultKind::Endless => gpu.spin(gpu.shape(2, 256), 3_600_000_000_000)?,
-            FaultKind::Exit => {
-                gpu.spin(gpu.shape(2, 256), 10_000_000_000)?;
-                std::process::exit(0)
-            }
+            FaultKind::Trap => gpu.trap(),
+            FaultKind::Assert => gpu.assert(),
+            FaultKind::IllegalAddress => gpu.stray(),
+            FaultKind::Endless => gpu.spin(gpu.shape(2, 256), 3_600_000_000_000),
+            FaultKind::Exit => gpu.spin(gpu.shape(2, 256), 10_000_000_000),
             FaultKind::OutOfMemory => {
                 let mut held = Vec::new();
                 loop {
@@ -170,8 +166,15 @@ pub(crate) fn fault(args: &Fault, stop: &AtomicBool) -> anyhow::Result<Report> {
                 }
             }
         }
-        gpu.stream.synchronize()
-    })();
+    };
+    let mut died = launch();
+    if died.is_ok() && !stopped(stop) {
+        args.common.gate.ready()?;
+        if args.kind == FaultKind::Exit {
+            std::process::exit(0);
+        }
+        died = gpu.stream.synchronize();
+    }
     report.seconds = begin.elapsed().as_secs_f64();
     match died {
         Err(error) => {

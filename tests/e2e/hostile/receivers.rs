@@ -32,6 +32,20 @@ fn receiver(node: &Node) -> u32 {
     })
 }
 
+fn pid(number: u32) -> Pid {
+    Pid::from_raw(number.cast_signed()).unwrap()
+}
+
+/// Sends a signal to the receiver and to its relays.
+fn signal_receivers(node: &Node, signal: Signal) {
+    let receiver = receiver(node);
+    for relay in children(receiver) {
+        // Its connection may have ended, and it with that.
+        let _ = kill_process(pid(relay), signal);
+    }
+    kill_process(pid(receiver), signal).unwrap();
+}
+
 #[test]
 fn hung_relays_of_a_user_are_bounded_and_others_are_served() {
     if !rustix::process::geteuid().is_root() {
@@ -69,8 +83,7 @@ fn hung_relays_of_a_user_are_bounded_and_others_are_served() {
 fn killed_receiver_is_replaced_while_sessions_last() {
     let (node, old) = with_old_tenant();
     let killed = receiver(&node);
-    let pid = Pid::from_raw(killed.cast_signed()).unwrap();
-    rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    kill_process(pid(killed), Signal::KILL).unwrap();
     wait_for("another receiver", PATIENCE, || {
         (receiver(&node) != killed).then_some(())
     });
@@ -80,12 +93,8 @@ fn killed_receiver_is_replaced_while_sessions_last() {
 #[test]
 fn stop_signal_for_all_processes_ends_in_good_order() {
     let (mut node, old) = with_old_tenant();
-    let receiver = receiver(&node);
     // As a container's runtime sends it where the container has the host's processes in view.
-    for pid in children(receiver).into_iter().chain([receiver]) {
-        let pid = Pid::from_raw(pid.cast_signed()).unwrap();
-        rustix::process::kill_process(pid, Signal::TERM).unwrap();
-    }
+    signal_receivers(&node, Signal::TERM);
     daemon_serves(&node, &old);
     let ended = node.stop_daemon().ok();
     assert!(!ended.err.contains("ERROR"), "{}", ended.err);
@@ -102,12 +111,8 @@ fn daemon_whose_terminal_closes_ends_in_good_order() {
         );
     }
     let (mut node, _old) = with_old_tenant();
-    let receiver = receiver(&node);
     // A terminal sends it to all processes of the daemon.
-    for pid in children(receiver).into_iter().chain([receiver]) {
-        let pid = Pid::from_raw(pid.cast_signed()).unwrap();
-        rustix::process::kill_process(pid, Signal::HUP).unwrap();
-    }
+    signal_receivers(&node, Signal::HUP);
     let ended = node.end_daemon(Signal::HUP).ok();
     assert!(ended.err.contains("stopped"), "{}", ended.err);
     assert!(!ended.err.contains("ERROR"), "{}", ended.err);

@@ -1,6 +1,7 @@
 //! Programs that their memory limit, or the kernel for want of memory, has ended.
 
 use super::*;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 #[test]
 fn memory_limit_that_was_reached_is_named_at_the_end() {
@@ -121,4 +122,27 @@ fn foreground_programs_memory_limit_is_printed_at_a_terminal() {
     );
     let (_, printed) = at_terminal(node.tenant("--name modest", "sh -c exit"));
     assert_eq!(printed, "");
+}
+
+#[test]
+fn notice_that_starts_after_the_programs_end_is_printed() {
+    let node = Node::start();
+    let program = "gpumux workload idle --memory 600MiB --seconds 0.1";
+    let run = node
+        .tenant("--name greedy --memory-limit 512MiB", program)
+        .run();
+    assert!(!run.status.success(), "{run:?}");
+    let end = wait_for("its end", PATIENCE, || ended(&node, "greedy"));
+    let at = end["at"].as_u64().unwrap();
+    wait_for("the next second", PATIENCE, || {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        (now.as_secs() > at).then_some(())
+    });
+    // No process has this number.
+    let line = format!("notice --pid 0 --since {at} greedy");
+    let printed = gpumux(&node, &line).run().ok().err;
+    assert!(
+        printed.contains("reached its memory limit of 512 MiB"),
+        "{printed}"
+    );
 }

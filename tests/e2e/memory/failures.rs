@@ -5,15 +5,16 @@ use super::*;
 #[test]
 fn a_daemon_that_dies_leaves_no_tenant_asleep() {
     let mut node = Node::start();
-    let worker = Process::start(&mut node.tenant("--name worker", &program(3, "24MiB", 400)));
+    let worker = Process::start(&mut node.tenant("--name worker", &endless(3, "24MiB")));
     node.wait_tenant("worker", |it| bytes(it, "in_use") > 0);
-    let idle = "gpumux workload idle --seconds 20 --memory 64MiB";
+    let idle = "gpumux workload idle --seconds 600 --memory 64MiB";
     let idler = Process::start(&mut node.tenant("--name idler", idle));
     node.wait_tenant("idler", |it| bytes(it, "in_use") >= 64 << 20);
     assert!(sleeps(&node, "idler"));
     let _ = sleeps(&node, "worker");
     node.kill_daemon();
-    verified(&worker.finish_within(PATIENCE * 3));
+    end_verified(worker);
+    idler.signal(Signal::TERM);
     idler.finish_within(PATIENCE * 3).ok();
 }
 
@@ -231,7 +232,7 @@ fn kernel_without_memory_ends_right(lose: impl FnOnce(&mut Node, &Process)) {
         return eprintln!("SKIPPED: two programs do not fill a real device in time");
     }
     let mut node = Node::with_memory(256 << 20);
-    let worker = checks(&node, "120MiB", 6);
+    let worker = checks(&node, 120, 6);
     assert!(sleeps(&node, "worker"));
     let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
     let holder = Process::start(&mut node.tenant("--name holder", idle));
@@ -288,16 +289,15 @@ const STEPS: [(&str, u32); 11] = [
     ("cuStreamSynchronize", 2),
 ];
 
-/// A random program in which something happens at a step of a move.
+/// A random program without an end in which something happens at a step of a move.
 fn broken(
     node: &Node,
     name: &str,
     seed: u32,
-    steps: u32,
     what: &str,
     (function, call): (&str, u32),
 ) -> Process {
-    let mut program = program(seed, "24MiB", steps);
+    let mut program = endless(seed, "24MiB");
     if seed % 2 == 1 {
         program += " --mapped";
     }
@@ -318,13 +318,13 @@ fn kill_at_any_step_of_a_move_harms_no_other_tenant() {
     }
     let node = Node::start();
     let before = free(&node);
-    let survivor = Process::start(&mut node.tenant("--name survivor", &program(11, "24MiB", 600)));
+    let survivor = Process::start(&mut node.tenant("--name survivor", &endless(11, "24MiB")));
     for (n, step) in STEPS.into_iter().enumerate() {
         let name = format!("victim{n}");
-        let mut victim = broken(&node, &name, n as u32, 100_000, "kill", step);
-        let (started, mut moved) = (Instant::now(), 0);
+        let mut victim = broken(&node, &name, n as u32, "kill", step);
+        let (mut left, mut moved) = (Patience::new(PATIENCE * 3), 0);
         while victim.poll().is_none() {
-            assert!(started.elapsed() < PATIENCE * 3, "{step:?} never comes");
+            assert!(left.lasts(), "{step:?} never comes");
             moved += u32::from(sleeps(&node, &name));
             let _ = sleeps(&node, "survivor");
         }
@@ -335,7 +335,7 @@ fn kill_at_any_step_of_a_move_harms_no_other_tenant() {
             "{step:?}, moved {moved} times: {ended:?}"
         );
     }
-    verified(&survivor.finish_within(PATIENCE * 4));
+    end_verified(survivor);
     wait_for("the memory of the dead", PATIENCE, || {
         (free(&node) >= before).then_some(())
     });
@@ -349,7 +349,7 @@ fn daemon_death_at_any_step_of_a_move_loses_no_byte() {
     let mut node = Node::start();
     for (n, step) in STEPS.into_iter().enumerate() {
         let name = format!("t{n}");
-        let tenant = broken(&node, &name, n as u32, 1000, "stop", step);
+        let tenant = broken(&node, &name, n as u32, "stop", step);
         let pid = node.wait_tenant(&name, |it| it["pids"][0].is_u64())["pids"][0].clone();
         let stopped = || {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -369,7 +369,7 @@ fn daemon_death_at_any_step_of_a_move_loses_no_byte() {
         let pid = pid.as_i64().and_then(|pid| Pid::from_raw(pid as i32));
         kill_process(pid.expect("a pid"), Signal::CONT).expect("it is there");
         node.start_daemon();
-        verified(&tenant.finish_within(PATIENCE * 2));
+        end_verified(tenant);
     }
 }
 
@@ -384,14 +384,12 @@ fn failed_step_of_a_move_loses_no_byte() {
     let may_fail = |(name, _): &(&str, u32)| !["cuMemUnmap", "cuMemRelease"].contains(name);
     for (n, step) in STEPS.into_iter().filter(may_fail).enumerate() {
         let name = format!("t{n}");
-        let mut tenant = broken(&node, &name, n as u32, 250, "fail", step);
+        let tenant = broken(&node, &name, n as u32, "fail", step);
         // Both ways, and once more after the step.
         for _ in 0..5 {
-            if tenant.poll().is_none() {
-                let _ = sleeps(&node, &name);
-            }
+            let _ = sleeps(&node, &name);
         }
-        verified(&tenant.finish_within(PATIENCE * 2));
+        end_verified(tenant);
     }
     wait_for("the memory of all", PATIENCE, || {
         (free(&node) >= before).then_some(())
@@ -405,11 +403,10 @@ fn storm_of_kills_harms_no_other_tenant() {
     let before = free(&node);
     let rounds = std::env::var("GPUMUX_TEST_ROUNDS").ok();
     let rounds = rounds.map_or(6, |text| text.parse().expect("a number of rounds"));
-    let long = program(11, "24MiB", 50 * rounds);
-    let survivor = Process::start(&mut node.tenant("--name survivor", &long));
+    let survivor = Process::start(&mut node.tenant("--name survivor", &endless(11, "24MiB")));
     for round in 0..rounds {
         let name = format!("victim{round}");
-        let work = program(round, "24MiB", 100_000);
+        let work = endless(round, "24MiB");
         let victim = Process::start(&mut node.tenant(&format!("--name {name}"), &work));
         node.wait_tenant(&name, |it| bytes(it, "in_use") > 0);
         // The answer comes when the move is done, or the tenant gone.
@@ -420,7 +417,7 @@ fn storm_of_kills_harms_no_other_tenant() {
         let ended = mover.finish_within(PATIENCE * 2);
         assert!(ended.status.code().is_some(), "{ended:?}");
     }
-    verified(&survivor.finish_within(PATIENCE * 4));
+    end_verified(survivor);
     wait_for("the memory of the dead", PATIENCE, || {
         (free(&node) >= before).then_some(())
     });

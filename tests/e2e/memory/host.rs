@@ -99,7 +99,7 @@ fn moved_memory_is_at_its_location_and_zero_after_use() {
         folder.path().display()
     );
     let (node, _file) = configured(0, &text);
-    let worker = checks(&node, "24MiB", 3);
+    let worker = checks(&node, 24, 3);
     let pid = u64::from(worker.pid());
     node.gpumux(["sleep", "worker"]).run().ok();
     assert_eq!(on_host(&node), 32 << 20);

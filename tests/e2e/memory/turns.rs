@@ -37,14 +37,15 @@ fn single_allocations_move_by_what_is_lacking() {
         let job = Process::start(&mut node.tenant(&format!("--name {name}"), &sweep));
         (name, job)
     });
-    let moves = |name: &str, field: &str| {
-        let tenant = node.find_tenant(name)?;
-        tenant["moves"][field].as_u64()
+    // Both from one look: it moves on between two.
+    let moves = |name: &str| {
+        let moves = &node.find_tenant(name)?["moves"];
+        moves["outs"].as_u64().zip(moves["out_bytes"].as_u64())
     };
     for (name, job) in &mut jobs {
         wait_for("both to have moved", PATIENCE * 6, || {
             assert!(job.poll().is_none(), "{name} has ended: {}", job.err());
-            (moves(name, "outs")? > 0).then_some(())
+            (moves(name)?.0 > 0).then_some(())
         });
     }
     let memory = node.gpumux(["memory", "--json"]).run().ok().json();
@@ -56,8 +57,7 @@ fn single_allocations_move_by_what_is_lacking() {
     let lacking = tenants.iter().map(wanted).sum::<u64>() - room;
     assert!(lacking < 180 << 20, "{lacking} of {memory:#}");
     for (name, job) in jobs {
-        let (outs, bytes) = (moves(name, "outs"), moves(name, "out_bytes"));
-        let (outs, bytes) = outs.zip(bytes).expect("it runs");
+        let (outs, bytes) = moves(name).expect("it runs");
         assert!(
             bytes <= outs * (lacking + CHUNK),
             "{name}: {bytes} bytes in {outs} moves, lacking {lacking} bytes"

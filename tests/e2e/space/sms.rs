@@ -171,12 +171,15 @@ fn programs_that_want_all_bandwidth_share_time() {
     let options = "--fingerprint reads";
     let profile = profile(&node, options, reads);
     let needs = |profile: &Value, what: &str| profile["bandwidth"][what].as_f64().unwrap();
-    for what in ["demand", "sensitivity"] {
-        assert!((needs(&profile, what) - 1.0).abs() < 0.3, "{profile:#}");
-    }
     let computes = self::profile(&node, "--fingerprint computes", LARGE);
     for what in ["demand", "sensitivity"] {
-        assert!(needs(&computes, what) < 0.3, "{computes:#}");
+        let (most, least) = (needs(&profile, what), needs(&computes, what));
+        // Where the device is emulated, work also waits for the CPUs that other work has.
+        let is_exact = most < 1.3 && least < 0.3;
+        assert!(
+            most > 0.7 && least < most / 2.0 && (is_exact || !real()),
+            "{what}: {profile:#} {computes:#}"
+        );
     }
     let table = node.gpumux(["profile", "--list"]).run().ok().out;
     assert!(table.contains("DEMAND"), "{table}");

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_daemon::api::types::Ended;
+use gpumux_daemon::{api::types::Ended, clock};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// The program's process.
     #[arg(long)]
     pid: i32,
+    /// When it began, in seconds since 1970.
+    #[arg(long)]
+    since: u64,
     /// Its tenant.
     tenant: String,
 }
@@ -38,12 +41,14 @@ pub(super) fn follow(tenant: &str) {
     if std::io::stderr().is_terminal() {
         // The program runs without the line, too.
         let pid = process::id().to_string();
-        let _ = background::spawn(&["notice", "--pid", &pid, tenant], None);
+        // The helper may run only after the program's end.
+        let since = clock::since_1970().as_secs().to_string();
+        let args = ["notice", "--pid", &pid, "--since", &since, tenant];
+        let _ = background::spawn(&args, None);
     }
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let began = gpumux_daemon::clock::since_1970().as_secs();
     if let Some(pid) = Pid::from_raw(args.pid)
         && let Ok(program) = pidfd_open(pid, PidfdFlags::empty())
     {
@@ -51,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let own = getuid().as_raw();
     // A user has one tenant of a name at a time: the first that ended since then is this one.
-    let is_it = |end: &&Ended| end.uid == own && end.name == args.tenant && end.at >= began;
+    let is_it = |end: &&Ended| end.uid == own && end.name == args.tenant && end.at >= args.since;
     for _ in 0..ASKED.0 {
         let ends = client::block(async |client| client.ended().await)?;
         if let Some(end) = ends.iter().find(is_it) {

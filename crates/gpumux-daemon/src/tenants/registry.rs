@@ -434,6 +434,7 @@ impl Tenants {
         let Some(tenant) = table.tenants.get_mut(&id) else {
             return;
         };
+        let mut to_end = None;
         let (kind, text) = match happening {
             Happening::Moved {
                 out, bytes, took, ..
@@ -464,9 +465,7 @@ impl Tenants {
                         "; the tenant is class batch without a compute guarantee until root changes its settings"
                     }
                     Some(Then::End) => {
-                        if let Some(process) = tenant.process(pid) {
-                            process.kill();
-                        }
+                        to_end = tenant.process(pid);
                         "; the process was ended"
                     }
                 };
@@ -481,6 +480,10 @@ impl Tenants {
         };
         let whose = (tenant.name.as_str(), tenant.uid);
         self.events.push(kind, Some(whose), text);
+        // Its reason can be read by what has seen its end.
+        if let Some(process) = to_end {
+            process.kill();
+        }
     }
 
     /// The tenant of this name, if this user may say that its work is coming.
