@@ -9,7 +9,7 @@ use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, binary, real
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{memory::python, seen::get};
+use crate::memory::python;
 
 /// Works step by step, and checks every byte of its memory in each: what it wrote in the step before, by copies, sets and a graph.
 /// Prints a line per step. `children N`: so many processes do so.
@@ -94,7 +94,7 @@ fn devices(daemon: &[(&str, String)]) -> Option<Node> {
 
 /// The numbers of the devices on which a tenant is.
 fn numbers(node: &Node, name: &str) -> Vec<u64> {
-    let devices = get(node, "/v1/devices");
+    let devices = node.get("/v1/devices");
     let devices = devices.as_array().expect("devices").iter();
     let number: BTreeMap<String, u64> = devices
         .map(|it| {
@@ -326,7 +326,7 @@ fn accounts_are_equal_after_moves_to_and_fro() {
     let Some(program) = python(&node, WORK) else {
         return;
     };
-    let context = get(&node, "/v1/devices")[0]["context_bytes"]
+    let context = node.get("/v1/devices")[0]["context_bytes"]
         .as_u64()
         .expect("bytes");
     let occupied = |it: &Value| it[2].as_u64().expect("bytes");
