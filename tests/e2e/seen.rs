@@ -22,7 +22,12 @@ pub(crate) fn busy() -> (Node, [Process; 2]) {
     };
     let processes = [
         start("web", "latency", REQUESTS),
-        start("night", "batch", "gpumux workload batch --seconds 600"),
+        // Few kernels, so that it is not the machine that is busy.
+        start(
+            "night",
+            "batch",
+            "gpumux workload batch --kernel-us 50000 --seconds 600",
+        ),
     ];
     for name in ["web", "night"] {
         node.wait_tenant(name, |tenant| {
