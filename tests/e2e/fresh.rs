@@ -236,10 +236,10 @@ fn works(format: &str) {
         );
         return;
     };
-    let dir = tempfile::tempdir().unwrap();
-    let Some(made) = package(dir.path(), format) else {
+    let Some(made) = package(way.format) else {
         return;
     };
+    let dir = tempfile::tempdir().unwrap();
     // Under the name that the pages print. A wheel of this machine's build names its own C library.
     let printed = install.iter().flat_map(|line| line.split_whitespace());
     let printed = printed.map(|word| word.trim_start_matches("./"));
@@ -254,7 +254,7 @@ fn works(format: &str) {
     );
     let put = dir.path().join("put");
     fs::create_dir_all(put.join("work")).unwrap();
-    fs::rename(&made, put.join("work").join(name)).unwrap();
+    fs::copy(&made, put.join("work").join(name)).unwrap();
     for (n, page) in way.pages.iter().enumerate() {
         fs::write(put.join(format!("session.{n}")), session(page)).unwrap();
     }
