@@ -264,7 +264,7 @@ fn program_moves_to_and_fro_with_right_contents() {
     };
     let mut process = start(&node, "--name work", &program);
     assert_eq!(numbers(&node, "work"), [0]);
-    for round in 0..20 {
+    for round in 0..8 {
         let to = 1 - round % 2;
         let moved = go(&node, "work", &to.to_string()).ok();
         assert!(moved.out.starts_with("work: on GPU-"), "{moved:#?}");
@@ -273,7 +273,7 @@ fn program_moves_to_and_fro_with_right_contents() {
     }
     let moved = node.gpumux(["events", "--past"]).run().ok();
     let moved = moved.out.lines().filter(|it| it.contains("  moved "));
-    assert_eq!(moved.count(), 20);
+    assert_eq!(moved.count(), 8);
     let tenant = node.find_tenant("work").expect("it lives");
     assert_eq!(tenant["asleep"], false, "{tenant:#}");
     assert_eq!(
