@@ -17,7 +17,7 @@ use rustix::{
 use serde_json::Value;
 
 use crate::{
-    REQUESTS, TICKS,
+    REQUESTS, TICKS, at_once,
     hostile::{Guest, daemon_serves, send},
 };
 
@@ -42,7 +42,7 @@ fn start(node: &Node, name: &str) -> Process {
 /// NVML stops answering at one of its calls: the first of all, or one of a later look.
 #[test]
 fn nvml_that_does_not_answer_stops_no_tenant() {
-    for call in [1, 3] {
+    at_once([1, 3], |call| {
         let Some(mut node) = without_daemon() else {
             return;
         };
@@ -80,7 +80,7 @@ fn nvml_that_does_not_answer_stops_no_tenant() {
         });
         shows("ok");
         node.stop_daemon().ok();
-    }
+    });
 }
 
 /// A driver that keeps the scheduling thread in a control.
