@@ -1,10 +1,6 @@
 //! What scripts rely on: the JSON of `ps`, `set`, `doctor` and `demo`, the API's document, and the help.
 
-use std::{
-    io::{Read, Write},
-    os::unix::net::UnixStream,
-    process::Command,
-};
+use std::process::Command;
 
 use gpumux_tests::{Node, Options, Process, Run, binary, real};
 use serde_json::Value;
@@ -198,7 +194,7 @@ fn demo_shows_what_gpumux_does() {
         without_daemon: true,
         ..Options::default()
     });
-    let mut demo = node.gpumux(["demo", "--json"]);
+    let mut demo = node.gpumux(["demo", "--seconds", "10", "--json"]);
     // Its own device, as a user has it.
     demo.env_remove("GPUMUX_EMU_SOCKET")
         .env_remove("GPUMUX_RUNTIME_DIR");
@@ -229,15 +225,7 @@ fn demo_shows_what_gpumux_does() {
 #[test]
 fn the_api_describes_itself() {
     let node = Node::start();
-    let mut stream = UnixStream::connect(node.api_socket()).unwrap();
-    let request = "GET /openapi.json HTTP/1.1\r\nhost: gpumux\r\nconnection: close\r\n\r\n";
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
-    let from = body.find('{').unwrap();
-    let document: Value = serde_json::from_str(&body[from..=body.rfind('}').unwrap()]).unwrap();
+    let document = node.get("/openapi.json");
     assert!(
         document["openapi"]
             .as_str()

@@ -6,7 +6,7 @@ use gpumux_cuda::list::{Class, entry_points};
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
 use serde_json::Value;
 
-use crate::memory::python;
+use crate::{at_once, memory::python};
 
 /// What the link carries each way, in bytes per second: programs on a loaded machine fill it.
 const LINK: u64 = 10_000_000;
@@ -89,22 +89,25 @@ fn copies_follow_guarantees_until_one_copies_alone() {
     if real() {
         return;
     }
-    for (argument, way) in [("in", "to_device"), ("out", "to_host")] {
-        let node = node();
-        let Some(program) = python(&node, COPIES) else {
-            return;
-        };
-        let start = |options: &str| {
-            Process::start(&mut node.tenant(options, &format!("{program} {argument} {LARGE}")))
-        };
-        let one = start("--name one --guaranteed 0.75");
-        let _two = start("--name two --guaranteed 0.25");
-        keeps_to_its_limit(&node, way);
-        let explained = node.gpumux(["explain", "two"]).run().ok().out;
-        assert!(explained.contains("it copies"), "{explained}");
-        one.kill();
-        node.wait_tenant("two", |it| copied(it, way).1.is_none());
-    }
+    at_once(
+        [("in", "to_device"), ("out", "to_host")],
+        |(argument, way)| {
+            let node = node();
+            let Some(program) = python(&node, COPIES) else {
+                return;
+            };
+            let start = |options: &str| {
+                Process::start(&mut node.tenant(options, &format!("{program} {argument} {LARGE}")))
+            };
+            let one = start("--name one --guaranteed 0.75");
+            let _two = start("--name two --guaranteed 0.25");
+            keeps_to_its_limit(&node, way);
+            let explained = node.gpumux(["explain", "two"]).run().ok().out;
+            assert!(explained.contains("it copies"), "{explained}");
+            one.kill();
+            node.wait_tenant("two", |it| copied(it, way).1.is_none());
+        },
+    );
 }
 
 /// Every kind of call, with what it is to count.
@@ -228,7 +231,7 @@ fn many_small_copies_are_limited_like_large_ones() {
     if real() {
         return;
     }
-    for argument in ["out", "between"] {
+    at_once(["out", "between"], |argument| {
         let node = node();
         let Some(program) = python(&node, COPIES) else {
             return;
@@ -243,5 +246,5 @@ fn many_small_copies_are_limited_like_large_ones() {
         node.wait_tenant("two", |it| copied(it, "to_host").0 > 0);
         let _one = start("--name one --guaranteed 0.75", &format!("out {LARGE}"));
         keeps_to_its_limit(&node, "to_host");
-    }
+    });
 }

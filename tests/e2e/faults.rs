@@ -1,6 +1,10 @@
 //! What happens when a part dies, or is not what the others expect.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use gpumux_tests::{
     Finished, Listener, Node, Options, PATIENCE, Process, Run, real, wait_for, wait_settled,
@@ -9,7 +13,7 @@ use gpumux_wire::{Daemon, PROTOCOL};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::{REQUESTS, TICKS, a_second, is_well};
+use crate::{REQUESTS, TICKS, a_second, at_once, is_well};
 
 /// Memory that a tenant holds in these tests.
 const HELD: u64 = 1 << 30;
@@ -174,13 +178,24 @@ fn faulting_tenant_harms_no_other() {
 }
 
 /// A program under the shim that finds no daemon it can work with.
-fn alone(node: &Node, strict: bool, socket: &std::path::Path) -> Finished {
-    // Longer than the shim waits for an answer, so that its warning is not lost with the process.
-    let mut command = node.shimmed("gpumux workload check --json --seconds 3", socket);
+fn alone(node: &Node, strict: bool, socket: &Path) -> Finished {
+    // It works once it was warned.
+    let dir = tempfile::tempdir().unwrap();
+    let go = dir.path().join("go");
+    let program = format!(
+        "gpumux workload check --json --seconds 0.2 --start-file {}",
+        go.display()
+    );
+    let mut command = node.shimmed(&program, socket);
     if strict {
         command.env("GPUMUX_STRICT", "1");
     }
-    command.run()
+    let mut program = Process::start(&mut command);
+    wait_for("its end or its warning", PATIENCE, || {
+        (program.poll().is_some() || !program.err().is_empty()).then_some(())
+    });
+    fs::write(&go, "").unwrap();
+    program.finish()
 }
 
 #[track_caller]
@@ -198,6 +213,21 @@ fn is_refused(finished: Finished) {
     assert!(finished.err.contains("gpumux"), "{finished:#?}");
 }
 
+#[track_caller]
+fn is_as_asked(strict: bool, finished: Finished) {
+    match strict {
+        false => runs_with_one_warning(finished),
+        true => is_refused(finished),
+    }
+}
+
+#[track_caller]
+fn warns_or_refuses(node: &Node, socket: &Path) {
+    at_once([false, true], |strict| {
+        is_as_asked(strict, alone(node, strict, socket));
+    });
+}
+
 fn no_daemon() -> Node {
     Node::with(Options {
         without_daemon: true,
@@ -208,18 +238,15 @@ fn no_daemon() -> Node {
 #[test]
 fn without_a_daemon_programs_run_with_one_warning() {
     let node = no_daemon();
-    runs_with_one_warning(alone(&node, false, &node.session_socket()));
-    is_refused(alone(&node, true, &node.session_socket()));
+    warns_or_refuses(&node, &node.session_socket());
 }
 
 #[test]
 fn with_a_wrong_socket_programs_run_with_one_warning() {
     let node = Node::start();
     // The API's socket: the daemon listens there, but not for sessions.
-    for wrong in [node.api_socket(), "/dev/null".into(), node.dir().to_owned()] {
-        runs_with_one_warning(alone(&node, false, &wrong));
-        is_refused(alone(&node, true, &wrong));
-    }
+    let wrong = [node.api_socket(), "/dev/null".into(), node.dir().to_owned()];
+    at_once(wrong, |wrong| warns_or_refuses(&node, &wrong));
 }
 
 /// A daemon of another version: it refuses, or welcomes in a protocol of its own.
@@ -227,7 +254,7 @@ fn with_a_wrong_socket_programs_run_with_one_warning() {
 fn with_another_protocol_programs_run_with_one_warning() {
     let node = no_daemon();
     let other = PROTOCOL + 1;
-    for (n, answer) in [
+    let answers = [
         Daemon::Refused {
             reason: format!("this daemon speaks protocol {other}"),
         },
@@ -236,24 +263,20 @@ fn with_another_protocol_programs_run_with_one_warning() {
             tenant: "x".into(),
             memory: false,
         },
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        for strict in [false, true] {
-            let path = node.dir().join(format!("other{n}{strict}"));
-            let listener = Listener::new(path.clone());
-            let finished = std::thread::scope(|scope| {
-                let program = scope.spawn(|| alone(&node, strict, &path));
-                let _session = listener.accept(&answer);
-                program.join().unwrap()
-            });
-            match strict {
-                false => runs_with_one_warning(finished),
-                true => is_refused(finished),
-            }
-        }
-    }
+    ];
+    let both = answers
+        .iter()
+        .flat_map(|it| [false, true].map(|strict| (it, strict)));
+    at_once(both.enumerate(), |(n, (answer, strict))| {
+        let path = node.dir().join(format!("other{n}"));
+        let listener = Listener::new(path.clone());
+        let finished = std::thread::scope(|scope| {
+            let program = scope.spawn(|| alone(&node, strict, &path));
+            let _session = listener.accept(answer);
+            program.join().unwrap()
+        });
+        is_as_asked(strict, finished);
+    });
 }
 
 /// A daemon that accepts and then says nothing must not hold the program up.

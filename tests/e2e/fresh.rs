@@ -28,7 +28,7 @@ struct Way {
     header: &'static str,
     /// What finds the Python module.
     python: Option<&'static str>,
-    /// Whose commands are typed then; a way has other files, but the same program.
+    /// Whose commands are typed then: once, since each way has the same program. For the others, the doctor finds its libraries.
     pages: &'static [&'static str],
 }
 
@@ -41,7 +41,7 @@ const WAYS: [Way; 4] = [
         stays: None,
         header: "/opt/venv/include/gpumux.h",
         python: Some("/opt/venv/bin/python3"),
-        pages: &["docs/getting-started.md"],
+        pages: &[],
     },
     Way {
         format: "deb",
@@ -61,7 +61,7 @@ const WAYS: [Way; 4] = [
         stays: Some("/var/lib/gpumux"),
         header: "/usr/include/gpumux.h",
         python: None,
-        pages: &["docs/getting-started.md"],
+        pages: &[],
     },
     Way {
         format: "tar",
@@ -197,6 +197,7 @@ fn script(way: &Way) -> String {
         )
         .unwrap();
     }
+    script += "gpumux emu -- gpumux doctor\n";
     for n in 0..way.pages.len() {
         writeln!(script, "gpumux emu -- bash /root/session.{n}").unwrap();
     }
@@ -236,10 +237,10 @@ fn works(format: &str) {
         );
         return;
     };
-    let dir = tempfile::tempdir().unwrap();
-    let Some(made) = package(dir.path(), format) else {
+    let Some(made) = package(way.format) else {
         return;
     };
+    let dir = tempfile::tempdir().unwrap();
     // Under the name that the pages print. A wheel of this machine's build names its own C library.
     let printed = install.iter().flat_map(|line| line.split_whitespace());
     let printed = printed.map(|word| word.trim_start_matches("./"));
@@ -254,7 +255,7 @@ fn works(format: &str) {
     );
     let put = dir.path().join("put");
     fs::create_dir_all(put.join("work")).unwrap();
-    fs::rename(&made, put.join("work").join(name)).unwrap();
+    fs::copy(&made, put.join("work").join(name)).unwrap();
     for (n, page) in way.pages.iter().enumerate() {
         fs::write(put.join(format!("session.{n}")), session(page)).unwrap();
     }

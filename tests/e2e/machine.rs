@@ -17,7 +17,7 @@ use rustix::{
 use serde_json::Value;
 
 use crate::{
-    REQUESTS, TICKS,
+    REQUESTS, TICKS, at_once,
     hostile::{Guest, daemon_serves, send},
 };
 
@@ -39,20 +39,10 @@ fn start(node: &Node, name: &str) -> Process {
     process
 }
 
-fn devices(node: &Node) -> Value {
-    let mut stream = UnixStream::connect(node.api_socket()).unwrap();
-    let request = "GET /v1/devices HTTP/1.1\r\nhost: gpumux\r\nconnection: close\r\n\r\n";
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let body = answer.split_once("\r\n\r\n").unwrap().1;
-    serde_json::from_str(body).unwrap()
-}
-
 /// NVML stops answering at one of its calls: the first of all, or one of a later look.
 #[test]
 fn nvml_that_does_not_answer_stops_no_tenant() {
-    for call in [1, 3] {
+    at_once([1, 3], |call| {
         let Some(mut node) = without_daemon() else {
             return;
         };
@@ -75,10 +65,10 @@ fn nvml_that_does_not_answer_stops_no_tenant() {
         assert!(shown.to_string().contains("guaranteed"), "{memory:#}");
         // What NVML reported before, if it ever did, is without that tenant's context.
         assert!(file.exists(), "NVML answers");
-        let used = || devices(&node)[0]["readings"]["memory_used"].clone();
+        let used = || node.get("/v1/devices")[0]["readings"]["memory_used"].clone();
         let shows = |state: &str| {
             wait_for(state, PATIENCE, || {
-                (devices(&node)[0]["state"] == state).then_some(())
+                (node.get("/v1/devices")[0]["state"] == state).then_some(())
             });
         };
         shows("NVML does not answer");
@@ -90,7 +80,7 @@ fn nvml_that_does_not_answer_stops_no_tenant() {
         });
         shows("ok");
         node.stop_daemon().ok();
-    }
+    });
 }
 
 /// A driver that keeps the scheduling thread in a control.
@@ -109,7 +99,12 @@ fn control_that_hangs_stops_no_answer() {
     let device = Pid::from_raw(node.emulated_pid() as i32).unwrap();
     kill_process(device, Signal::STOP).unwrap();
     let change = Process::start(&mut node.gpumux(["set", "old", "--weight", "2"]));
-    let state = || devices(&node)[0]["state"].as_str().unwrap().to_owned();
+    let state = || {
+        node.get("/v1/devices")[0]["state"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    };
     wait_for("the device's state", PATIENCE, || {
         state().contains("scheduling").then_some(())
     });
@@ -122,12 +117,7 @@ fn control_that_hangs_stops_no_answer() {
     ] {
         node.gpumux(args).run().ok();
     }
-    let mut metrics = UnixStream::connect(node.api_socket()).unwrap();
-    metrics
-        .write_all(b"GET /metrics HTTP/1.0\r\nhost: gpumux\r\n\r\n")
-        .unwrap();
-    let mut answer = String::new();
-    metrics.read_to_string(&mut answer).unwrap();
+    let (_, answer) = node.request("GET", "/metrics", "").unwrap();
     assert!(answer.contains("tenant=\"old\""), "{answer}");
     // Without its daemon a program runs unmanaged.
     let new = node.gpumux(["run", "--", "echo", "runs"]).run().ok();

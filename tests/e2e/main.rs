@@ -71,6 +71,15 @@ fn on_full_disk(command: &Command, blocks: u32) -> Command {
     limited
 }
 
+/// Does it for each of these, for all at once: it waits most of the time.
+fn at_once<T: Send>(all: impl IntoIterator<Item = T>, one: impl Fn(T) + Sync) {
+    std::thread::scope(|scope| {
+        for it in all {
+            scope.spawn(|| one(it));
+        }
+    });
+}
+
 /// Whether a tenant is under control. Whether it has work, or its turn, at this moment changes all the time.
 fn is_well(tenant: &serde_json::Value) -> bool {
     ["running", "idle", "queued"]

@@ -3,8 +3,7 @@
 use std::{
     ffi::OsStr,
     fs::{Permissions, set_permissions},
-    io::{Read, Write},
-    os::unix::{fs::PermissionsExt, net::UnixStream},
+    os::unix::fs::PermissionsExt,
     process::Command,
 };
 
@@ -149,22 +148,12 @@ fn a_trust_domain_is_a_group_in_its_instance() {
 
 /// A request to the daemon's API as root: status and answer.
 fn api(node: &Node, method: &str, path: &str, body: &Value) -> (u16, Value) {
-    let mut stream = UnixStream::connect(node.api_socket()).unwrap();
     let body = match body {
         Value::Null => String::new(),
         body => body.to_string(),
     };
-    let request = format!(
-        "{method} {path} HTTP/1.1\r\nhost: gpumux\r\nconnection: close\r\ncontent-type: application/json\r\n\
-         content-length: {}\r\n\r\n{body}",
-        body.len()
-    );
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-    (status, serde_json::from_str(body).unwrap_or_default())
+    let (status, answer) = node.request(method, path, &body).unwrap();
+    (status, serde_json::from_str(&answer).unwrap_or_default())
 }
 
 fn make(node: &Node, gpu: &str, profile: &str, start: u32) -> (u16, Value) {
@@ -332,12 +321,8 @@ fn daemon_killed_between_two_calls_leaves_what_is_listed() {
     };
     let gpu = listed(&node)["uuid"].clone();
     let gpu = gpu.as_str().unwrap();
-    let mut stream = UnixStream::connect(node.api_socket()).unwrap();
     let body = json!({"gpu": gpu, "profile": "1g.10gb", "start": 0}).to_string();
-    let head = "POST /v1/mig HTTP/1.1\r\nhost: gpumux\r\ncontent-type: application/json\r\n";
-    let request = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
-    stream.write_all(request.as_bytes()).unwrap();
-    let _ = stream.read_to_string(&mut String::new());
+    assert_eq!(node.request("POST", "/v1/mig", &body), None);
     node.await_daemons_end();
     node.set_variable("GPUMUX_EMU_FAULT", "");
     node.start_daemon();

@@ -9,7 +9,7 @@ use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, binary, real
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{memory::python, seen::get};
+use crate::memory::python;
 
 /// Works step by step, and checks every byte of its memory in each: what it wrote in the step before, by copies, sets and a graph.
 /// Prints a line per step. `children N`: so many processes do so.
@@ -94,7 +94,7 @@ fn devices(daemon: &[(&str, String)]) -> Option<Node> {
 
 /// The numbers of the devices on which a tenant is.
 fn numbers(node: &Node, name: &str) -> Vec<u64> {
-    let devices = get(node, "/v1/devices");
+    let devices = node.get("/v1/devices");
     let devices = devices.as_array().expect("devices").iter();
     let number: BTreeMap<String, u64> = devices
         .map(|it| {
@@ -264,7 +264,7 @@ fn program_moves_to_and_fro_with_right_contents() {
     };
     let mut process = start(&node, "--name work", &program);
     assert_eq!(numbers(&node, "work"), [0]);
-    for round in 0..20 {
+    for round in 0..8 {
         let to = 1 - round % 2;
         let moved = go(&node, "work", &to.to_string()).ok();
         assert!(moved.out.starts_with("work: on GPU-"), "{moved:#?}");
@@ -273,7 +273,7 @@ fn program_moves_to_and_fro_with_right_contents() {
     }
     let moved = node.gpumux(["events", "--past"]).run().ok();
     let moved = moved.out.lines().filter(|it| it.contains("  moved "));
-    assert_eq!(moved.count(), 20);
+    assert_eq!(moved.count(), 8);
     let tenant = node.find_tenant("work").expect("it lives");
     assert_eq!(tenant["asleep"], false, "{tenant:#}");
     assert_eq!(
@@ -326,7 +326,7 @@ fn accounts_are_equal_after_moves_to_and_fro() {
     let Some(program) = python(&node, WORK) else {
         return;
     };
-    let context = get(&node, "/v1/devices")[0]["context_bytes"]
+    let context = node.get("/v1/devices")[0]["context_bytes"]
         .as_u64()
         .expect("bytes");
     let occupied = |it: &Value| it[2].as_u64().expect("bytes");

@@ -381,10 +381,10 @@ fn program_started_between_daemons_gets_the_next() {
 #[test]
 fn a_daemon_without_tenants_ends_by_itself() {
     let node = Node::with(Options {
-        daemon: ["--idle-exit", "5"].map(str::to_owned).into(),
+        daemon: ["--idle-exit", "3"].map(str::to_owned).into(),
         ..Options::default()
     });
-    let tenant = node.tenant("", "sleep 6").run().ok();
+    let tenant = node.tenant("", "sleep 4").run().ok();
     assert_eq!(tenant.err, "");
     wait_for("the daemon's end", PATIENCE, || {
         (!node.api_socket().exists()).then_some(())

@@ -4,7 +4,7 @@ mod page;
 
 use std::{fs, process::Command};
 
-use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, binary, wait_for};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, wait_for};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -22,7 +22,12 @@ pub(crate) fn busy() -> (Node, [Process; 2]) {
     };
     let processes = [
         start("web", "latency", REQUESTS),
-        start("night", "batch", "gpumux workload batch --seconds 600"),
+        // Few kernels, so that it is not the machine that is busy.
+        start(
+            "night",
+            "batch",
+            "gpumux workload batch --kernel-us 50000 --seconds 600",
+        ),
     ];
     for name in ["web", "night"] {
         node.wait_tenant(name, |tenant| {
@@ -62,23 +67,12 @@ fn a_tenant_is_explained_and_traced() {
     );
 }
 
-/// What the daemon answers on its Unix socket.
-fn ask(node: &Node, path: &str) -> Finished {
-    let mut curl = Command::new("curl");
-    curl.args(["-sS", "--unix-socket"]).arg(node.api_socket());
-    curl.arg(format!("http://gpumux{path}")).run().ok()
-}
-
-pub(crate) fn get(node: &Node, path: &str) -> Value {
-    ask(node, path).json()
-}
-
 #[test]
 fn device_readings_and_history_follow_the_work() {
     let node = Node::start();
     let job = Process::start(&mut node.tenant("--name job", "gpumux workload batch --seconds 600"));
     let device = wait_for("a used, warm device", PATIENCE, || {
-        let device = get(&node, "/v1/devices")[0].clone();
+        let device = node.get("/v1/devices")[0].clone();
         let warm = device["readings"]["temperature_c"].as_u64()? > 40;
         let used = device["readings"]["utilization"].as_f64()? > 0.5;
         (warm && used).then_some(device)
@@ -90,7 +84,7 @@ fn device_readings_and_history_follow_the_work() {
     );
     let last = |values: &Value| values.as_array()?.last()?.as_f64();
     wait_for("the same in the history", PATIENCE, || {
-        let history = get(&node, "/v1/history");
+        let history = node.get("/v1/history");
         let received = last(&history["tenants"][0]["received"])?;
         let power = last(&history["devices"][0]["power_w"])?;
         (received > 0.5 && power > 100.0).then_some(())
@@ -99,7 +93,7 @@ fn device_readings_and_history_follow_the_work() {
     // What it had is still there, by the second and by ten seconds.
     for span in ["5m", "1h"] {
         let ended = wait_for("an ended tenant", PATIENCE, || {
-            let tenant = get(&node, &format!("/v1/history?span={span}"))["tenants"][0].clone();
+            let tenant = node.get(&format!("/v1/history?span={span}"))["tenants"][0].clone();
             tenant["ended_s_ago"].is_u64().then_some(tenant)
         });
         assert_eq!(ended["name"], "job");

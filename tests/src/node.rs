@@ -3,6 +3,8 @@
 use std::{
     ffi::{OsStr, OsString},
     fs,
+    io::{Read, Write},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::Command,
     sync::{Mutex, MutexGuard, PoisonError},
@@ -15,10 +17,10 @@ use rustix::{
     net::SocketFlags,
     process::{Pid, Signal, kill_process},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::{
-    Finished, PATIENCE, Patience, Process, Run, binary, library, real, wait_for, wait_settled,
+    Finished, PATIENCE, Patience, Process, binary, library, readable, real, wait_for, wait_settled,
 };
 
 /// How a node is made.
@@ -144,7 +146,7 @@ impl Node {
         let mut process = Process::start(&mut command);
         wait_for("an answer of the daemon", PATIENCE, || {
             assert!(process.poll().is_none(), "it ended: {}", process.err());
-            self.try_ps()
+            self.try_get("/v1/tenants")
         });
         self.daemon = Some(process);
     }
@@ -291,34 +293,68 @@ impl Node {
         }
     }
 
-    /// What `gpumux ps --json` says.
+    /// Status and body of the daemon's answer to a request of its API; none, if it listens to none or closes without one.
+    #[track_caller]
+    pub fn request(&self, method: &str, path: &str, body: &str) -> Option<(u16, String)> {
+        let mut stream = UnixStream::connect(self.api_socket()).ok()?;
+        let length = body.len();
+        // In the older version an answer comes in one piece. What is refused early is not read to its end.
+        let request = format!(
+            "{method} {path} HTTP/1.0\r\nhost: gpumux\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+        );
+        let _ = stream.write_all(request.as_bytes());
+        assert!(
+            readable(&stream, 2 * PATIENCE),
+            "no answer to {method} {path}"
+        );
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        let answer = String::from_utf8_lossy(&answer);
+        let (head, body) = answer.split_once("\r\n\r\n")?;
+        let status = head.split(' ').nth(1)?.parse().ok()?;
+        Some((status, body.to_owned()))
+    }
+
+    #[track_caller]
+    fn try_get(&self, path: &str) -> Option<Value> {
+        let (status, body) = self.request("GET", path, "")?;
+        (status == 200).then(|| serde_json::from_str(&body).expect("JSON"))
+    }
+
+    /// The daemon's answer to a GET request of its API.
+    #[track_caller]
+    pub fn get(&self, path: &str) -> Value {
+        self.try_get(path).expect("an answer of the daemon")
+    }
+
+    /// `tenants` and `faults`, as `gpumux ps --json` prints them.
     #[track_caller]
     pub fn ps(&self) -> Value {
-        self.gpumux(["ps", "--json"]).run().ok().json()
+        json!({
+            "tenants": self.get("/v1/tenants"),
+            "faults": self.get("/v1/status")["faults"],
+        })
     }
 
-    fn try_ps(&self) -> Option<Value> {
-        let finished = self.gpumux(["ps", "--json"]).run();
-        finished.status.success().then(|| finished.json())
-    }
-
-    /// One tenant of `gpumux ps --json`, if it is there.
+    /// One tenant, if it is there.
     #[track_caller]
     pub fn find_tenant(&self, name: &str) -> Option<Value> {
-        tenant(&self.ps(), name)
+        let tenants = self.get("/v1/tenants");
+        let mut tenants = tenants.as_array().expect("a list").iter();
+        tenants.find(|tenant| tenant["name"] == name).cloned()
     }
 
-    /// Waits until `gpumux ps --json` shows this tenant and `accept` takes it.
+    /// Waits until this tenant is there and `accept` takes it.
     #[track_caller]
     pub fn wait_tenant(&self, name: &str, accept: impl Fn(&Value) -> bool) -> Value {
         let mut left = Patience::new(PATIENCE);
         loop {
-            let ps = self.ps();
-            match tenant(&ps, name) {
+            match self.find_tenant(name) {
                 Some(tenant) if accept(&tenant) => return tenant,
                 _ => assert!(
                     left.lasts(),
-                    "tenant {name} never came to be as it should: {ps:#}"
+                    "tenant {name} never came to be as it should: {:#}",
+                    self.ps()
                 ),
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -413,14 +449,6 @@ fn under_unit() -> Command {
         .args(["--no-new-privs", "--"])
         .arg(binary());
     command
-}
-
-fn tenant(ps: &Value, name: &str) -> Option<Value> {
-    ps["tenants"]
-        .as_array()?
-        .iter()
-        .find(|tenant| tenant["name"] == name)
-        .cloned()
 }
 
 /// Words separated by blanks; `gpumux` is the binary under test.

@@ -237,7 +237,7 @@ fn share_of_a_tenant_with_several_members_is_shown_everywhere() {
         .find_map(|it| it.parse().ok())
         .unwrap();
     assert!((80.0..=100.0).contains(&part), "{why}");
-    let metrics = ask(&node, "/metrics").out;
+    let metrics = node.request("GET", "/metrics", "").unwrap().1;
     let metric = metrics
         .lines()
         .find(|it| it.starts_with("gpumux_tenant_share_ratio{"));

@@ -61,6 +61,8 @@ const SMALL: &str =
     "gpumux workload batch --iterations 400000 --blocks 33 --in-flight 2 --seconds 600";
 const LARGE: &str =
     "gpumux workload batch --iterations 400000 --blocks 264 --in-flight 2 --seconds 600";
+/// What reads memory all the time.
+const READS: &str = "gpumux workload batch --read 400 --memory 64MiB --seconds 600";
 
 /// What `gpumux profile --list` knows of a program.
 fn known(node: &Node, fingerprint: &str) -> Option<Value> {
@@ -88,13 +90,26 @@ fn profile(node: &Node, options: &str, program: &str) -> Value {
 }
 
 #[test]
-fn a_profile_is_kept_and_divides_the_sms_at_the_next_start() {
+fn profiles_are_kept_and_decide_placement() {
     let mut node = Node::start();
     let small = profile(&node, "--fingerprint small", SMALL);
     let large = profile(&node, "", LARGE);
     let quarter = |profile: &Value| profile["points"][0]["relative"].as_f64().unwrap();
     assert!(quarter(&large) < 0.75, "{large:#}");
     assert!(quarter(&small) > quarter(&large), "{small:#} {large:#}");
+    let reads = profile(&node, "--fingerprint reads", READS);
+    for what in ["demand", "sensitivity"] {
+        let needs = |profile: &Value| profile["bandwidth"][what].as_f64().unwrap();
+        let (most, least) = (needs(&reads), needs(&large));
+        // Where the device is emulated, work also waits for the CPUs that other work has.
+        let is_exact = most < 1.3 && least < 0.3;
+        assert!(
+            most > 0.7 && least < most / 2.0 && (is_exact || !real()),
+            "{what}: {reads:#} {large:#}"
+        );
+    }
+    let table = node.gpumux(["profile", "--list"]).run().ok().out;
+    assert!(table.contains("DEMAND"), "{table}");
     // No tenant of it is left.
     assert_eq!(node.ps()["tenants"].as_array().map(Vec::len), Some(0));
 
@@ -116,7 +131,7 @@ fn a_profile_is_kept_and_divides_the_sms_at_the_next_start() {
         Value::Null,
         "without another member there is nothing to divide"
     );
-    let _large = member(&node, "large", "", LARGE);
+    let running = member(&node, "large", "", LARGE);
     let of_large = placement("large");
     assert_eq!(
         (&of_large["curve"], of_large["fingerprint"].as_str()),
@@ -128,18 +143,41 @@ fn a_profile_is_kept_and_divides_the_sms_at_the_next_start() {
         said.contains(&format!("by what was measured of {fingerprint}")),
         "{said}"
     );
-    drop(first);
-    wait_for("its end", PATIENCE, || {
-        node.find_tenant("first").is_none().then_some(())
-    });
+    let end = |process: Process, name: &str| {
+        drop(process);
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant(name).is_none().then_some(())
+        });
+    };
+    end(first, "first");
     // What is said comes before what was measured.
-    let _second = member(
+    let second = member(
         &node,
         "second",
         "--fingerprint small --utility 25:0.9,50:0.95,100:1",
         SMALL,
     );
     assert_eq!(placement("second")["curve"], "given");
+    end(second, "second");
+    end(running, "large");
+
+    // Two that want all of the bandwidth share time, unless --sharing asks for space.
+    let options = "--fingerprint reads";
+    let _reads = member(&node, "reads", options, READS);
+    assert_eq!(placement("reads")["way"], "space");
+    let twin = member(&node, "twin", options, READS);
+    let of_twin = placement("twin");
+    let reason = of_twin["reason"].as_str().unwrap();
+    assert_eq!(of_twin["way"], "time", "{of_twin:#}");
+    assert!(
+        reason.contains("of one program alone in the group"),
+        "{reason}"
+    );
+    end(twin, "twin");
+    let _computes = member(&node, "computes", "", LARGE);
+    assert_eq!(placement("computes")["way"], "space");
+    let _asked = member(&node, "asked", &format!("{options} --sharing space"), READS);
+    assert_eq!(placement("asked")["way"], "space");
 
     node.gpumux(["profile", "--forget", "small"]).run().ok();
     assert_eq!(known(&node, "small"), None);
@@ -162,42 +200,4 @@ fn a_program_that_ends_before_it_was_measured_is_no_profile() {
     );
     let list = node.gpumux(["profile", "--list", "--json"]).run().ok();
     assert_eq!(list.json()["programs"].as_array().map(Vec::len), Some(0));
-}
-
-#[test]
-fn programs_that_want_all_bandwidth_share_time() {
-    let node = Node::start();
-    let reads = "gpumux workload batch --read 400 --memory 64MiB --seconds 600";
-    let options = "--fingerprint reads";
-    let profile = profile(&node, options, reads);
-    let needs = |profile: &Value, what: &str| profile["bandwidth"][what].as_f64().unwrap();
-    let computes = self::profile(&node, "--fingerprint computes", LARGE);
-    for what in ["demand", "sensitivity"] {
-        let (most, least) = (needs(&profile, what), needs(&computes, what));
-        // Where the device is emulated, work also waits for the CPUs that other work has.
-        let is_exact = most < 1.3 && least < 0.3;
-        assert!(
-            most > 0.7 && least < most / 2.0 && (is_exact || !real()),
-            "{what}: {profile:#} {computes:#}"
-        );
-    }
-    let table = node.gpumux(["profile", "--list"]).run().ok().out;
-    assert!(table.contains("DEMAND"), "{table}");
-
-    let placement = |name: &str| node.wait_tenant(name, has_domain)["placement"].clone();
-    let _first = member(&node, "first", options, reads);
-    assert_eq!(placement("first")["way"], "space");
-    let second = member(&node, "second", options, reads);
-    let of_second = placement("second");
-    let reason = of_second["reason"].as_str().unwrap();
-    assert_eq!(of_second["way"], "time", "{of_second:#}");
-    assert!(
-        reason.contains("of one program alone in the group"),
-        "{reason}"
-    );
-    drop(second);
-    let _other = member(&node, "other", "--fingerprint computes", LARGE);
-    assert_eq!(placement("other")["way"], "space");
-    let _asked = member(&node, "asked", &format!("{options} --sharing space"), reads);
-    assert_eq!(placement("asked")["way"], "space");
 }
