@@ -106,19 +106,20 @@ pub struct Patience {
 }
 
 impl Patience {
-    /// So long, where nothing waits for a CPU.
+    /// So long, where nothing waits for a CPU; three times as long where that is not known.
     pub fn new(patience: Duration) -> Self {
+        let waited = waited_for_cpus();
         Self {
-            left: patience,
+            left: patience * if waited.is_some() { 1 } else { 3 },
             looked: Instant::now(),
-            waited: waited_for_cpus(),
+            waited: waited.unwrap_or_default(),
         }
     }
 
     /// Whether some of it is left.
     pub fn lasts(&mut self) -> bool {
         let passed = self.looked.elapsed();
-        let waited = waited_for_cpus();
+        let waited = waited_for_cpus().unwrap_or_default();
         let busy = waited.saturating_sub(self.waited).min(passed);
         self.left = self.left.saturating_sub(passed - busy * 9 / 10);
         (self.looked, self.waited) = (self.looked + passed, waited);
@@ -126,13 +127,12 @@ impl Patience {
     }
 }
 
-/// For how long, since the machine was started, some program waited for a CPU (Linux's pressure stall information); zero where it is
-/// not counted.
-fn waited_for_cpus() -> Duration {
-    let pressure = std::fs::read_to_string("/proc/pressure/cpu").unwrap_or_default();
-    let total = pressure.lines().find_map(|line| {
+/// For how long, since the machine was started, some program waited for a CPU (Linux's pressure stall information), where it is
+/// counted.
+fn waited_for_cpus() -> Option<Duration> {
+    let pressure = std::fs::read_to_string("/proc/pressure/cpu").ok()?;
+    pressure.lines().find_map(|line| {
         let (_, total) = line.strip_prefix("some ")?.split_once("total=")?;
-        total.trim().parse().ok()
-    });
-    Duration::from_micros(total.unwrap_or(0))
+        total.trim().parse().ok().map(Duration::from_micros)
+    })
 }

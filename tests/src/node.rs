@@ -324,7 +324,12 @@ impl Node {
     /// The daemon's answer to a GET request of its API.
     #[track_caller]
     pub fn get(&self, path: &str) -> Value {
-        self.try_get(path).expect("an answer of the daemon")
+        wait_for("an answer of the daemon", PATIENCE, || {
+            let (status, body) = self.request("GET", path, "").expect("a daemon");
+            // Its scheduling thread may be late.
+            assert!([200, 504].contains(&status), "{path}: {status} {body}");
+            (status == 200).then(|| serde_json::from_str(&body).expect("JSON"))
+        })
     }
 
     /// `tenants` and `faults`, as `gpumux ps --json` prints them.
