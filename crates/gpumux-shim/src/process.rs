@@ -47,8 +47,8 @@ use crate::{
     work,
 };
 
-/// How long the program's thread waits under `GPUMUX_STRICT=1` until the agent knows whether there is a daemon: longer than
-/// the agent waits for an answer, even where it is seldom run.
+/// How long the program's thread waits under `GPUMUX_STRICT=1` until the agent has an answer, or none: longer than the agent
+/// itself waits, even where it is seldom run.
 const STRICT_WAIT: Duration = Duration::from_secs(20);
 
 /// Exit code of a process that must not run unmanaged.
