@@ -115,8 +115,11 @@ make_rpm() {
   echo "$out/gpumux-$version-1.$machine.rpm"
 }
 
-make_wheel() {
-  (cd "$repository" && GPUMUX_TREE=$tree python3 -m hatchling build --target wheel --directory "$out" 2>&1 >/dev/null | tail -n 1)
-}
+# The tool prints a path below the folder where it runs without that folder.
+make_wheel() (
+  cd "$repository"
+  made=$(GPUMUX_TREE=$tree python3 -m hatchling build --target wheel --directory "$out" 2>&1 >/dev/null | tail -n 1) || { echo "$made" >&2; exit 1; }
+  realpath "$made"
+)
 
 for format in $formats; do "make_$format"; done

@@ -81,7 +81,7 @@ fn tenants_share_one_instance_and_leave_the_other_alone() {
     let _train = on(&node, &shared, "--class batch --name train", TICKS);
     let running = node.dir().join("running");
     let check = format!(
-        "gpumux workload check --json --memory 64MiB --rounds 125000 --ready-file {}",
+        "gpumux workload check --json --memory 64MiB --rounds 10000 --ready-file {}",
         running.display()
     );
     let check = on(&node, &shared, "--class batch --name check", &check);
