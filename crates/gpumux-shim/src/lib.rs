@@ -13,7 +13,7 @@
 //!   where the user asks for that: [`ground::ranks`]);
 //! - the program's own call is made first and with no lock held, its result and `errno` are what it gets;
 //! - no panic crosses into the program, and no call of the program waits for the daemon (but for
-//!   those about memory, and the first group under `GPUMUX_STRICT=1`, two seconds at most);
+//!   those about memory, and the first group under `GPUMUX_STRICT=1`, some two seconds);
 //! - a child made by `fork` starts from nothing, and what the parent holds is closed in it.
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
