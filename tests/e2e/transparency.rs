@@ -199,9 +199,7 @@ fn many_processes_at_once_do_not_lock_up() {
         assert!(says_nothing(&tenant.err()), "{}", tenant.err());
     }
     wait_for("all tenants", PATIENCE, || {
-        // This one may be given up, too.
-        let ps = node.gpumux(["ps", "--json"]).run();
-        let ps: serde_json::Value = serde_json::from_str(&ps.out).ok()?;
+        let ps = node.ps();
         let tenants = ps["tenants"].as_array()?;
         let seen = tenants
             .iter()

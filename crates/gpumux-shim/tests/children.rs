@@ -38,9 +38,7 @@ fn a_child_forked_before_has_a_session_of_its_own() {
 fn a_child_forked_after_keeps_nothing_and_may_begin_anew() {
     let place = Place::new();
     let listener = place.listen();
-    let mut tenant = place.tenant();
-    tenant.tell("open");
-    tenant.tell("context 100");
+    let mut tenant = place.tenant_with_context();
     let (session, ..) = listener.session();
     context(&session);
     let idle = tenant.tell("fork-idle");
@@ -67,9 +65,7 @@ fn a_child_forked_after_keeps_nothing_and_may_begin_anew() {
 fn a_child_of_vfork_does_not_change_its_parent() {
     let place = Place::new();
     let listener = place.listen();
-    let mut tenant = place.tenant();
-    tenant.tell("open");
-    tenant.tell("context 100");
+    let mut tenant = place.tenant_with_context();
     let (session, ..) = listener.session();
     let [compute, _] = context(&session);
     assert_eq!(tenant.tell("vfork-close"), "0");

@@ -163,9 +163,7 @@ const COPY: [&str; 2] = ["slice 110 1024", "thaw 5c000003 [111, 112]"];
 fn expired_lease_frees_groups_while_the_session_is_open() {
     let place = Place::new();
     let listener = place.listen();
-    let mut tenant = place.tenant();
-    tenant.tell("open");
-    tenant.tell("context 100");
+    let tenant = place.tenant_with_context();
     let (lease, file) = Lease::create().unwrap();
     let (session, _, page) = listener.session_under(Some(&file));
     let [compute, _] = context(&session);
@@ -217,9 +215,7 @@ fn expired_lease_frees_groups_while_the_session_is_open() {
 fn library_without_a_lease_stays_with_a_daemon_of_revision_0() {
     let place = Place::new();
     let listener = place.listen();
-    let mut tenant = place.tenant();
-    tenant.tell("open");
-    tenant.tell("context 100");
+    let tenant = place.tenant_with_context();
     let (session, _, page) = listener.session();
     let [compute, _] = context(&session);
     compute.3.freeze().unwrap();
@@ -236,9 +232,7 @@ fn lost_daemons_settings_are_undone_and_reported_to_the_next() {
     for bye in [false, true] {
         let place = Place::new();
         let mut listener = Some(place.listen());
-        let mut tenant = place.tenant();
-        tenant.tell("open");
-        tenant.tell("context 100");
+        let mut tenant = place.tenant_with_context();
         let (session, ..) = listener.as_ref().unwrap().session();
         let [compute, copy] = context(&session);
         compute.3.set_timeslice(1).unwrap();
@@ -363,9 +357,7 @@ fn a_daemon_that_is_of_no_use_costs_one_line_or_the_program() {
 fn lost_daemon_that_answered_late_at_first_is_reported() {
     let place = Place::new();
     let listener = place.listen();
-    let mut tenant = place.tenant();
-    tenant.tell("open");
-    tenant.tell("context 100");
+    let mut tenant = place.tenant_with_context();
     let late = listener.accept();
     late.hello();
     assert!(late.recv().is_none());

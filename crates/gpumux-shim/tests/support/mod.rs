@@ -107,6 +107,14 @@ impl Place {
         Tenant::start(&mut self.command(example("tenant")))
     }
 
+    /// The same with a context, whose groups begin a session.
+    pub(crate) fn tenant_with_context(&self) -> Tenant {
+        let mut tenant = self.tenant();
+        tenant.tell("open");
+        tenant.tell("context 100");
+        tenant
+    }
+
     pub(crate) fn listen(&self) -> Listener {
         let _ = std::fs::remove_file(self.socket());
         Listener(socket::listen(&self.socket(), 16).unwrap())
