@@ -35,7 +35,7 @@ class Places:
         elif letter == "i" and engine in self.awake:
             self.idle[engine] = now
         elif letter in "se":
-            if letter == "e" and engine in self.waiting:
+            if engine in self.waiting:
                 self.waiting.remove(engine)
             for state in (self.awake, self.idle):
                 state.pop(engine, None)
