@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import gc
 import os
 import random
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 import types
 import unittest
 import warnings
@@ -28,17 +30,22 @@ from test_kv import Taken  # noqa: E402
 
 from gpumux import kv  # noqa: E402
 from gpumux.compat import _vmm_ops as ops  # noqa: E402
+from gpumux.compat._kvcached_pages import StateConsistencyError  # noqa: E402
 
 PAGE = 2 << 20
 
-# The native module of kvcached after 0.1.5 (August 2026), as `inspect` writes it.
+# The native module of kvcached 0.1.6, as `inspect` writes it.
 FUNCTIONS = {
     "init_kvcached": "(dev_str, page_size=0, contiguous_layout=True)",
     "shutdown_kvcached": "()",
     "create_kv_tensors": "(size, dtype_size, dev_str, num_layers, num_kv_buffers=2, group_id=0, unified_pool=False)",
     "kv_tensors_created": "(group_id=0)",
     "map_to_kv_tensors": "(offsets, group_id=0)",
+    "map_to_kv_tensors_with_result": "(offsets, group_id=0)",
     "unmap_from_kv_tensors": "(offsets, group_id=0)",
+    "prepare_unmap_from_kv_tensors": "(offsets, transaction_id, group_id=0)",
+    "commit_unmap_from_kv_tensors": "(transaction_id, group_id=0)",
+    "abort_unmap_from_kv_tensors": "(transaction_id, group_id=0)",
     "PageAllocator": "(num_layers, mem_size_per_layer, page_size, world_size=1, pp_rank=0, async_sched=False, "
     "contiguous_layout=True, enable_page_prealloc=True, num_kv_buffers=2, group_id=0, ipc_name='')",
     "InternalPage": "(page_id, page_size)",
@@ -50,7 +57,7 @@ METHODS = {
         "trim": 0, "reset_free_page_order": 0, "get_num_free_pages": 0, "get_num_inuse_pages": 0, "get_num_total_pages": 0,
         "get_num_reserved_pages": 0, "get_page_state": 0, "get_avail_physical_pages": 0, "check_and_get_resize_target": 1,
         "get_resize_target": 0, "get_page_id": 2, "group_indices_by_page": 2, "set_broadcast_map_callback": 1,
-        "set_broadcast_unmap_callback": 1, "set_use_worker_ipc": 1,
+        "set_broadcast_unmap_callback": 1, "set_use_worker_ipc": 1, "get_transaction_state": 0, "release_shared_segment": 0,
     },
     "InternalPage": {
         "init": 1, "alloc": 1, "free": 1, "free_batch": 1, "empty": 0, "full": 0, "num_free_blocks": 0, "get_free_blocks": 0,
@@ -193,6 +200,67 @@ class Memory(Case):
             with self.assertRaises(ValueError):
                 ops.map_to_kv_tensors(wrong)
 
+    def test_mapping_tells_which_pages_are_new(self) -> None:
+        self.assertEqual(ops.map_to_kv_tensors_with_result([0]), (False, []))
+        self.create(False, 8 * PAGE, 1, "cuda:0", 1)
+        self.assertEqual(ops.map_to_kv_tensors_with_result([0]), (True, [0]))
+        self.assertEqual(ops.map_to_kv_tensors_with_result([PAGE, 0, PAGE]), (True, [PAGE]))
+        self.assertEqual(ops.map_to_kv_tensors_with_result([0]), (True, []))
+
+    def test_prepared_pages_keep_memory_until_commit(self) -> None:
+        self.assertFalse(ops.prepare_unmap_from_kv_tensors([0], "a"))
+        self.create(True, 8 * PAGE, 1, "cuda:0", 2, num_kv_buffers=1)
+        ops.map_to_kv_tensors([0, 2 * PAGE, 4 * PAGE])
+        for _ in range(2):
+            self.assertTrue(ops.prepare_unmap_from_kv_tensors([0, 4 * PAGE, 6 * PAGE], "a"))
+        self.assertEqual(self.ranges[0].committed(), [0, 1, 2])
+        for call in (
+            lambda: ops.map_to_kv_tensors([6 * PAGE]),
+            lambda: ops.unmap_from_kv_tensors([2 * PAGE]),
+            lambda: ops.prepare_unmap_from_kv_tensors([2 * PAGE], "b"),
+            lambda: ops.commit_unmap_from_kv_tensors("b"),
+            lambda: ops.abort_unmap_from_kv_tensors("b"),
+        ):
+            with self.assertRaisesRegex(RuntimeError, "another unmap transaction is pending: a"):
+                call()
+        for _ in range(2):
+            self.assertTrue(ops.commit_unmap_from_kv_tensors("a"))
+        self.assertEqual(self.ranges[0].committed(), [1])
+        # The answer was lost; the page is used again.
+        self.assertEqual(ops.map_to_kv_tensors_with_result([0]), (True, [0]))
+        self.assertTrue(ops.prepare_unmap_from_kv_tensors([0], "a"))
+        self.assertTrue(ops.commit_unmap_from_kv_tensors("a"))
+        self.assertEqual(self.ranges[0].committed(), [0, 1])
+        with self.assertRaisesRegex(RuntimeError, "cannot abort a committed unmap transaction: a"):
+            ops.abort_unmap_from_kv_tensors("a")
+
+    def test_aborted_pages_stay_mapped(self) -> None:
+        self.create(True, 8 * PAGE, 1, "cuda:0", 2, num_kv_buffers=1)
+        ops.map_to_kv_tensors([0])
+        ops.prepare_unmap_from_kv_tensors([0], "a")
+        for _ in range(2):
+            self.assertTrue(ops.abort_unmap_from_kv_tensors("a"))
+        self.assertEqual(ops.map_to_kv_tensors_with_result([0]), (True, []))
+        # This one is aborted before it is prepared.
+        self.assertTrue(ops.abort_unmap_from_kv_tensors("b"))
+        for transaction in ("a", "b"):
+            with self.assertRaisesRegex(RuntimeError, "cannot commit an aborted"):
+                ops.prepare_unmap_from_kv_tensors([0], transaction)
+            with self.assertRaisesRegex(RuntimeError, "cannot commit an aborted"):
+                ops.commit_unmap_from_kv_tensors(transaction)
+        self.assertEqual(self.ranges[0].committed(), [0])
+
+    def test_transactions_are_forgotten_in_order(self) -> None:
+        self.create(True, 8 * PAGE, 1, "cuda:0", 2, num_kv_buffers=1)
+        for it in range(ops._ENDED + 1):
+            ops.prepare_unmap_from_kv_tensors([], str(it))
+            ops.commit_unmap_from_kv_tensors(str(it))
+        self.assertTrue(ops.commit_unmap_from_kv_tensors("1"))
+        with self.assertRaisesRegex(RuntimeError, "unknown unmap transaction: 0"):
+            ops.commit_unmap_from_kv_tensors("0")
+        with self.assertRaises(ValueError):
+            ops.prepare_unmap_from_kv_tensors([], "")
+
     def test_groups_are_apart_and_end_at_shutdown(self) -> None:
         self.create(True, 8 * PAGE, 2, "cuda:0", 1)
         self.assertEqual((ops.kv_tensors_created(), ops.kv_tensors_created(7)), (True, False))
@@ -322,6 +390,102 @@ class Pages(Case):
             pages.alloc_page()
             pages.free_page(pages.alloc_page().page_id)
             self.assertEqual(calls, [(3, [0]), (3, [PAGE * scale]), (3, [PAGE * scale])])
+
+    def assert_failed(self, pages: ops.PageAllocator) -> None:
+        for call in (
+            pages.alloc_page, pages.trim, pages.get_num_free_pages, lambda: pages.free_page(0), lambda: pages.free_pages([0]),
+            lambda: pages.resize(0),
+        ):  # fmt: skip
+            with self.assertRaisesRegex(StateConsistencyError, "lost"):
+                call()
+        pages.stop_prealloc_thread()
+        self.assertEqual(pages.get_transaction_state()["state"], "FAILED")
+        self.assertNotIn(0, pages._free)
+
+    def test_page_that_is_not_unmapped_is_never_given_again(self) -> None:
+        pages = self.allocator(4)
+        pages._max = 0
+        pages.set_use_worker_ipc(True)
+        pages.set_broadcast_map_callback(lambda _size, _offsets: None)
+        pages.set_broadcast_unmap_callback(mock.Mock(side_effect=RuntimeError("lost")))
+        self.assertEqual(pages.get_transaction_state()["state"], "HEALTHY")
+        page = pages.alloc_page()
+        with self.assertRaisesRegex(StateConsistencyError, "1 pages are not unmapped: lost"):
+            pages.free_page(page.page_id)
+        self.assert_failed(pages)
+
+    def test_mapping_of_unknown_outcome_ends_the_pool(self) -> None:
+        pages = self.allocator(4)
+        answers = [None, RuntimeError("refused"), StateConsistencyError("lost")]
+        pages.set_use_worker_ipc(True)
+        pages.set_broadcast_map_callback(mock.Mock(side_effect=answers))
+        pages.alloc_page()
+        with self.assertRaisesRegex(RuntimeError, "page 1 is not mapped: refused") as refused:
+            pages.alloc_page()
+        self.assertNotIsInstance(refused.exception, StateConsistencyError)
+        with self.assertRaisesRegex(StateConsistencyError, "lost"):
+            pages.alloc_page()
+        self.assert_failed(pages)
+
+    def test_workers_get_one_change_at_a_time(self) -> None:
+        pages = self.allocator(64)
+        pages._max = 0
+        inside: list[object] = []
+        most = 0
+
+        def change(_size: int, offsets: list[int]) -> None:
+            nonlocal most
+            inside.append(offsets)
+            most = max(most, len(inside))
+            time.sleep(0.001)
+            inside.remove(offsets)
+
+        def work() -> None:
+            for _ in range(20):
+                pages.free_page(pages.alloc_page().page_id)
+
+        pages.set_use_worker_ipc(True)
+        pages.set_broadcast_map_callback(change)
+        pages.set_broadcast_unmap_callback(change)
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for it in threads:
+            it.start()
+        for it in threads:
+            it.join()
+        self.assertEqual((most, pages.get_num_free_pages()), (1, 64))
+
+    def test_file_of_pools_goes_with_the_last(self) -> None:
+        first, second = self.allocator(4), self.allocator(4)
+        path = Path(first._info.path)
+        self.assertEqual(path, Path(second._info.path))
+        for _ in range(2):
+            self.assertTrue(first.release_shared_segment())
+        self.assertTrue(path.exists())
+        second.stop_prealloc_thread()
+        second._info.release()
+        self.assertFalse(path.exists())
+
+    def test_file_of_another_engine_stays(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "own")
+            pages = ops.PageAllocator(1, PAGE, PAGE, ipc_name=str(path))
+            path.unlink()
+            path.write_bytes(b"another's")
+            del pages
+            gc.collect()
+            self.assertTrue(path.exists())
+            self.assertTrue(ops.PageAllocator(1, PAGE, PAGE, ipc_name=f"{folder}/none/own").release_shared_segment())
+
+    def test_limit_may_return_to_the_first_size(self) -> None:
+        pages = self.allocator(8)
+        pages.start_prealloc_thread()
+        for size in (3, 8, 3):
+            with open(pages._info.path, "r+b") as file:
+                file.write((size * PAGE * 2).to_bytes(8, sys.byteorder))
+            for _ in range(2):
+                pages._next_look = 0
+                self.assertEqual(pages.get_resize_target(), size * PAGE)
+            self.assertTrue(pages.resize(pages.get_resize_target()))
 
     def test_limit_of_another_process_is_found(self) -> None:
         pages = self.allocator(16, group_id=0)

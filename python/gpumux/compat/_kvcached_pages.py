@@ -12,6 +12,14 @@ import time
 import weakref
 from typing import Any, Callable, Iterable, Sequence
 
+try:
+    from kvcached.errors import StateConsistencyError  # type: ignore[import-not-found,unused-ignore]
+except ImportError:  # before 0.1.6
+
+    class StateConsistencyError(RuntimeError):  # type: ignore[no-redef]
+        """It is not known which pages have memory: none may be used any more."""
+
+
 _Broadcast = Callable[[int, "list[int]"], Any]
 
 # As kvcached: so many pages have memory before they are needed, and so many of those that were freed keep theirs.
@@ -19,6 +27,10 @@ _MIN_RESERVED = int(os.getenv("KVCACHED_MIN_RESERVED_PAGES", "5"))
 _MAX_RESERVED = int(os.getenv("KVCACHED_MAX_RESERVED_PAGES", "10"))
 _UTILIZATION = float(os.getenv("KVCACHED_GPU_UTILIZATION", "0.95"))
 _WATCH_S = 0.1
+
+# By process, device and inode of a shared file: how many caches use it.
+_users: collections.Counter[tuple[int, int, int]] = collections.Counter()
+_users_lock = threading.RLock()
 
 
 class InternalPage:
@@ -81,19 +93,40 @@ class _Info:
 
     def __init__(self, name: str, total: int) -> None:
         self.path = os.path.join("/dev/shm", name)
-        self._write(0, total, 0, 0)
-        weakref.finalize(self, self._remove, self.path, os.getpid())
+        self.release: Callable[[], Any] = lambda: None
+        with _users_lock:
+            file = self._open()
+            if file is not None:
+                self._write(0, total, 0, 0)
+                at = os.fstat(file)
+                user = (os.getpid(), at.st_dev, at.st_ino)
+                _users[user] += 1
+                # Open until then: its inode is no other file's.
+                self.release = weakref.finalize(self, self._remove, self.path, file, user)
 
     @staticmethod
-    def _remove(path: str, process: int) -> None:
-        if os.getpid() == process and os.path.exists(path):
-            os.unlink(path)
+    def _remove(path: str, file: int, user: tuple[int, int, int]) -> None:
+        """The last user removes the file, unless another has its name by now."""
+        with _users_lock:
+            _users[user] -= 1
+            try:
+                if not _users[user] and user[0] == os.getpid() and os.path.samestat(os.fstat(file), os.stat(path)):
+                    os.unlink(path)
+            except FileNotFoundError:
+                pass
+            finally:
+                os.close(file)
 
-    def _write(self, at: int, *numbers: int) -> None:
+    def _open(self) -> int | None:
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             print(f"gpumux: kvcached's {self.path} cannot be written: {error}", file=sys.stderr)
+            return None
+
+    def _write(self, at: int, *numbers: int) -> None:
+        file = self._open()
+        if file is None:
             return
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -134,7 +167,7 @@ class PageAllocator:
         ipc_name: str = "",
     ) -> None:
         self.group_id, self._page_size, self._world_size, self._async = group_id, page_size, world_size, async_sched
-        self._parts, self._memory = num_layers * num_kv_buffers, mem_size_per_layer
+        self._parts = num_layers * num_kv_buffers
         self._scale = self._parts if contiguous_layout else 1
         self._total = self._unused = self._made = mem_size_per_layer // page_size
         self._min, self._max = min(self._total, _MIN_RESERVED), min(self._total, _MAX_RESERVED)
@@ -148,7 +181,10 @@ class PageAllocator:
         self._broadcast_map: _Broadcast | None = None
         self._broadcast_unmap: _Broadcast | None = None
         self._remote = world_size > 1
-        self._target, self._next_look = -1, 0.0
+        self._limit, self._target, self._next_look = mem_size_per_layer, -1, 0.0
+        # Pages are mapped and unmapped by one thread at a time: other processes take one transaction at a time.
+        self._mapping = threading.Lock()
+        self._failure = ""
         if not ipc_name:
             base = os.getenv("KVCACHED_IPC_NAME") or f"kvcached_engine_{os.getpgrp()}"
             ipc_name = f"{base}_g{group_id}" if group_id else base
@@ -172,26 +208,45 @@ class PageAllocator:
     def _offsets(self, pages: Iterable[int]) -> list[int]:
         return [page * self._page_size * self._scale for page in pages]
 
+    def _check(self) -> None:
+        if self._failure:
+            raise StateConsistencyError(self._failure)
+
+    def _fail(self, why: str) -> None:
+        with self._changed:
+            self._failure = why
+            self._changed.notify_all()
+
     def _map_pages(self, pages: Sequence[int]) -> None:
-        if self._remote and self._broadcast_map:
-            self._broadcast_map(self._world_size, self._offsets(pages))
-        elif not self._map(self._offsets(pages)):
-            raise RuntimeError("there are no tensors")
+        with self._mapping:
+            self._check()
+            try:
+                if self._remote and self._broadcast_map:
+                    self._broadcast_map(self._world_size, self._offsets(pages))
+                elif not self._map(self._offsets(pages)):
+                    raise RuntimeError("there are no tensors")
+            except StateConsistencyError as error:
+                self._fail(str(error))
+                raise
 
     def _unmap_pages(self, pages: Sequence[int]) -> None:
-        """They are without memory, and free."""
-        try:
-            if self._remote and self._broadcast_unmap:
-                self._broadcast_unmap(self._world_size, self._offsets(pages))
-                return
-            if self._async:
-                self._wait_for_device()
-            if not self._unmap(self._offsets(pages)):
-                raise RuntimeError("there are no tensors")
-        finally:
-            with self._changed:
-                self._free.extend(pages)
-                self._update()
+        """They are without memory, and free. Else no page can be used any more: kvcached's code frees these again."""
+        with self._mapping:
+            self._check()
+            try:
+                if self._remote and self._broadcast_unmap:
+                    self._broadcast_unmap(self._world_size, self._offsets(pages))
+                else:
+                    if self._async:
+                        self._wait_for_device()
+                    if not self._unmap(self._offsets(pages)):
+                        raise RuntimeError("there are no tensors")
+            except Exception as error:
+                self._fail(f"{len(pages)} pages are not unmapped: {error}")
+                raise StateConsistencyError(self._failure) from error
+        with self._changed:
+            self._free.extend(pages)
+            self._update()
 
     def _update(self) -> None:
         bundle = self._page_size * self._parts
@@ -203,10 +258,12 @@ class PageAllocator:
     def alloc_page(self) -> InternalPage:
         """A page with memory. RuntimeError: none is free, or there is no memory for it now."""
         with self._changed:
+            self._check()
             while not self._reserved and not self._free:
                 if self._unused <= 0 or not self._may_fill:
                     raise RuntimeError("no page is free")
                 self._changed.wait(1.0)
+                self._check()
             self._unused -= 1
             has_memory = bool(self._reserved)
             page = (self._reserved or self._free).popleft()
@@ -221,6 +278,7 @@ class PageAllocator:
                 self._free.appendleft(page)
                 self._unused += 1
                 self._changed.notify_all()
+            self._check()
             raise RuntimeError(f"page {page} is not mapped: {error}") from error
         with self._changed:
             self._fill_soon()
@@ -234,6 +292,7 @@ class PageAllocator:
     def free_pages(self, page_ids: Sequence[int]) -> None:
         """Pages are not used any more. Some keep their memory for the next."""
         with self._changed:
+            self._check()
             kept = max(0, self._max - len(self._reserved))
             self._unused += len(page_ids)
             self._reserved.extend(page_ids[:kept])
@@ -245,6 +304,7 @@ class PageAllocator:
         """Sets how many pages there are, by the bytes of a layer; False while too many are in use."""
         pages = new_mem_size // self._page_size
         with self._changed:
+            self._check()
             if pages < self._total - self._unused:
                 return False
             if pages >= self._total:
@@ -271,6 +331,7 @@ class PageAllocator:
     def trim(self) -> None:
         """Gives back memory that is in reserve."""
         with self._changed:
+            self._check()
             pages = list(self._reserved)
             self._reserved.clear()
             self._update()
@@ -329,6 +390,7 @@ class PageAllocator:
 
     def get_num_free_pages(self) -> int:
         """Pages that are not in use."""
+        self._check()
         return self._unused
 
     def get_num_inuse_pages(self) -> int:
@@ -353,6 +415,21 @@ class PageAllocator:
                 "reserved_pages": len(self._reserved),
             }
 
+    def get_transaction_state(self) -> dict[str, Any]:
+        """Whether pages can be used. None are set apart: a page that is refused memory is as it was before."""
+        return {
+            "state": "FAILED" if self._failure else "HEALTHY",
+            "quarantined_page_ids": [],
+            "quarantined_pages": 0,
+            "retained_bytes_upper_bound": 0,
+            "last_error": self._failure,
+        }
+
+    def release_shared_segment(self) -> bool:
+        """Has `kvctl` and `kvtop` not see the cache any more. No thread may use it."""
+        self._info.release()
+        return True
+
     def get_avail_physical_pages(self) -> int:
         """Pages for which the device has room."""
         free, total = self._free_bytes()
@@ -365,10 +442,12 @@ class PageAllocator:
         return -1 if target == current_mem_size else target
 
     def get_resize_target(self) -> int:
-        """The same for the bytes of a layer at first, up to 0.1 s ago."""
+        """The last such limit, up to 0.1 s ago; -1 where there was none."""
         if self._on and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _WATCH_S
-            self._target = self.check_and_get_resize_target(self._memory)
+            target = self.check_and_get_resize_target(self._limit)
+            if target >= 0:
+                self._limit = self._target = target
         return self._target
 
     def get_page_id(self, block_id: int, block_mem_size: int) -> int:

@@ -1,8 +1,8 @@
 """What kvcached has in its native module `kvcached.vmm_ops`, on elastic ranges: see `gpumux.compat.kvcached`.
 
 `map_to_kv_tensors` commits granules and `unmap_from_kv_tensors` decommits them. Where nothing is mapped, one granule is, as kvcached's
-"zero page". Where the native module aborts the process because the device has no memory left, these functions raise RuntimeError, for
-which kvcached's Python code frees blocks or has requests wait.
+"zero page". Where the device has no memory left, these functions raise RuntimeError, for which kvcached's Python code frees blocks or has
+requests wait. The native module did so only since 0.1.6; before, it aborted the process.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any, Iterable, Sequence
 
 import torch  # type: ignore[import-not-found,unused-ignore]  # kvcached has it.
 
+import gpumux
 from gpumux import kv
 from gpumux.compat._kvcached_pages import InternalPage as InternalPage
 from gpumux.compat._kvcached_pages import PageAllocator as Pages
 
-FITS = "kvcached 0.1.4, 0.1.5 and their successor of August 2026"
+FITS = "kvcached 0.1.4 to 0.1.6"
 """The versions whose native module has these names and arguments."""
 
 _MIB2, _LARGEST_GRANULE = 2 << 20, 64 << 20
 _WAIT_S = 1.0
 """How long a page may wait for others to give way."""
+_ENDED = 64
+"""So many transactions of a group are remembered."""
 _INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -50,6 +53,9 @@ class _Group:
         self.span = self.granule = self.bytes = 0
         self.bases: list[int] = []
         self.mapped: set[int] = set()
+        # The transaction that is open and its pages; whether those that ended were committed.
+        self.pending: tuple[str, list[int]] | None = None
+        self.ended: dict[str, bool] = {}
 
     def create(self, config: _Config, size: int, dtype: str, layers: int, buffers: int, unified: bool) -> list[Any]:
         size = -(-size // config.page) * config.page
@@ -74,7 +80,8 @@ class _Group:
             granules = -(-size * layers // self.granule)
             self.memory = kv._backing(config.device, granules * self.granule, self.granule, fallback=True)
             if self.memory.kind == "host" and config.on_device and torch.cuda.is_available():
-                raise RuntimeError("gpumux has no elastic memory here, and the device has not room for all pages at once")
+                why = "has no elastic memory here" if gpumux.present() else "is not loaded (use `gpumux run`)"
+                raise RuntimeError(f"gpumux's library {why}, and the device has not room for all pages at once")
             self.asked, self.layers = asked, layers
             count, own = (1, size * layers) if config.contiguous else (layers, size)
             shape = (own * 8 // int(dtype[3:]),)
@@ -97,10 +104,12 @@ class _Group:
                 print(f"gpumux: kvcached's page at {offset} is {'not' if mapped else 'already'} mapped", file=sys.stderr)
         return [it for it in dict.fromkeys(offsets) if (it in self.mapped) == mapped]
 
-    def map(self, offsets: Sequence[int]) -> bool:
+    def map(self, offsets: Sequence[int]) -> list[int] | None:
+        """Those that were not mapped before; None where there are no tensors."""
         with self.lock:
             if not self.layers:
-                return False
+                return None
+            self._open()
             own, deadline = self._own(offsets, mapped=False), time.monotonic() + _WAIT_S
             done: list[tuple[int, int]] = []
             for first, count in self._runs(own):
@@ -111,17 +120,56 @@ class _Group:
                     raise RuntimeError(f"no memory for {len(own)} pages of {self.span} bytes: {kv._WHY.get(answer, answer)}")
                 done.append((first, count))
             self.mapped.update(own)
-            return True
+            return own
 
     def unmap(self, offsets: Sequence[int]) -> bool:
         with self.lock:
             if not self.layers:
                 return False
-            own = self._own(offsets, mapped=True)
-            for first, count in self._runs(own):
-                self._give(first, count)
-            self.mapped.difference_update(own)
+            self._open()
+            self._drop(self._own(offsets, mapped=True))
             return True
+
+    def prepare(self, offsets: Sequence[int], transaction: str) -> bool:
+        with self.lock:
+            if not self.layers:
+                return False
+            if self._open(transaction) is None and not self._has_ended(transaction, commit=True):
+                self.pending = transaction, self._own(offsets, mapped=True)
+            return True
+
+    def end(self, transaction: str, commit: bool) -> bool:
+        with self.lock:
+            pages = self._open(transaction)
+            if pages is None and self._has_ended(transaction, commit):
+                return True
+            if commit:
+                if pages is None:
+                    raise RuntimeError(f"unknown unmap transaction: {transaction}")
+                self._drop(pages)
+            # What is aborted may still be on its way here.
+            self.pending, self.ended[transaction] = None, commit
+            if len(self.ended) > _ENDED:
+                del self.ended[next(iter(self.ended))]
+            return True
+
+    def _open(self, transaction: str | None = None) -> list[int] | None:
+        """The pages of this transaction, if it is open. While another is, nothing changes."""
+        if transaction == "":
+            raise ValueError("an unmap transaction id must not be empty")
+        if self.pending and self.pending[0] != transaction:
+            raise RuntimeError(f"another unmap transaction is pending: {self.pending[0]}")
+        return self.pending[1] if self.pending else None
+
+    def _has_ended(self, transaction: str, commit: bool) -> bool:
+        if self.ended.get(transaction, commit) != commit:
+            raise RuntimeError(f"cannot {'commit an aborted' if commit else 'abort a committed'} unmap transaction: {transaction}")
+        return transaction in self.ended
+
+    def _drop(self, pages: Sequence[int]) -> None:
+        for first, count in self._runs(pages):
+            self._give(first, count)
+        self.mapped.difference_update(pages)
 
     def _give(self, first: int, count: int) -> None:
         # During a capture memory cannot be unmapped: others may take it then.
@@ -205,12 +253,33 @@ def kv_tensors_created(group_id: int = 0) -> bool:
 
 def map_to_kv_tensors(offsets: Sequence[int], group_id: int = 0) -> bool:
     """Gets memory for the pages at these offsets in all layers, all or none; False where there are no tensors."""
-    return _group(group_id).map(offsets)
+    return _group(group_id).map(offsets) is not None
+
+
+def map_to_kv_tensors_with_result(offsets: Sequence[int], group_id: int = 0) -> tuple[bool, list[int]]:
+    """The same, and the pages that had no memory before."""
+    own = _group(group_id).map(offsets)
+    return own is not None, own or []
 
 
 def unmap_from_kv_tensors(offsets: Sequence[int], group_id: int = 0) -> bool:
     """Gives their memory back."""
     return _group(group_id).unmap(offsets)
+
+
+def prepare_unmap_from_kv_tensors(offsets: Sequence[int], transaction_id: str, group_id: int = 0) -> bool:
+    """Has pages keep their memory until the transaction ends. All processes prepare it before the first commits it."""
+    return _group(group_id).prepare(offsets, transaction_id)
+
+
+def commit_unmap_from_kv_tensors(transaction_id: str, group_id: int = 0) -> bool:
+    """Gives their memory back; again, if it is asked again."""
+    return _group(group_id).end(transaction_id, commit=True)
+
+
+def abort_unmap_from_kv_tensors(transaction_id: str, group_id: int = 0) -> bool:
+    """They stay mapped; the transaction cannot be prepared any more."""
+    return _group(group_id).end(transaction_id, commit=False)
 
 
 class PageAllocator(Pages):
