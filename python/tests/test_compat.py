@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import gc
 import os
+import py_compile
 import random
 import subprocess
 import sys
@@ -544,15 +545,23 @@ class Pages(Case):
 class Registration(unittest.TestCase):
     """Programs with a kvcached that prints where its module is from."""
 
-    def program(self, command: list[str], kvcached: str = "from kvcached.vmm_ops import PageAllocator", native: bool = False) -> str:
+    # 0.1.6: a module that is Python has the names of one that is not.
+    WRAPPED = {"vmm_ops.py": "from kvcached._C import PageAllocator\n"}
+    NATIVE = {**WRAPPED, "_C.py": "PageAllocator = None\n"}
+
+    def program(
+        self, command: list[str], kvcached: str = "from kvcached.vmm_ops import PageAllocator", files: dict[str, str] | None = None
+    ) -> str:
         with tempfile.TemporaryDirectory() as folder:
             own = Path(folder, "kvcached")
             own.mkdir()
             (own / "__init__.py").write_text("")
             Path(folder, "torch.py").write_text("")
             (own / "manager.py").write_text(kvcached + "\nimport kvcached.vmm_ops\nprint(kvcached.vmm_ops.__file__)\n")
-            if native:
-                (own / "vmm_ops.py").write_text("PageAllocator = None\n")
+            for name, text in (files or {}).items():
+                (own / name).write_text(text)
+                if name.endswith(".pyc"):
+                    py_compile.compile(str(own / name), str(own / name))
             Path(folder, "script.py").write_text(
                 textwrap.dedent("""\
                 import multiprocessing, sys
@@ -581,16 +590,33 @@ class Registration(unittest.TestCase):
         self.assertEqual(said, f"0\n{ops.__file__}\n")
 
     def test_native_module_stays_without_gpumux_s_library(self) -> None:
-        said = self.program(["-c", "import gpumux.compat.kvcached, kvcached.manager"], native=True)
-        self.assertIn("use `gpumux run`", said)
-        self.assertIn("/kvcached/vmm_ops.py\n", said)
+        for files in (self.NATIVE, {"vmm_ops.pyc": "PageAllocator = None\n"}):
+            said = self.program(["-c", "import gpumux.compat.kvcached, kvcached.manager"], files=files)
+            self.assertIn("use `gpumux run`", said)
+            self.assertIn(f"/kvcached/{next(iter(files))}\n", said)
+
+    def test_native_module_that_was_not_built_is_replaced(self) -> None:
+        said = self.program(["-c", "import gpumux.compat.kvcached, kvcached.manager"], files=self.WRAPPED)
+        self.assertEqual(said, f"0\n{ops.__file__}\n")
+
+    def test_end_of_a_pool_is_kvcached_s_own_error(self) -> None:
+        script = "import gpumux.compat.kvcached, gpumux.compat._kvcached_pages as own; print(own.StateConsistencyError)"
+        said = self.program(["-c", script], files={"errors.py": "class StateConsistencyError(RuntimeError):\n    pass\n"})
+        self.assertEqual(said, "0\n<class 'kvcached.errors.StateConsistencyError'>\n")
 
     def test_version_that_does_not_fit_is_refused(self) -> None:
-        said = self.program(["-m", "gpumux.compat.kvcached", "script.py"], "from kvcached.vmm_ops import (\n    migrate_pages,\n)")
-        self.assertRegex(said, "(?s)^1\n.*ImportError: kvcached of an unknown version does not fit: it uses migrate_pages of kvcached.vmm_ops")
+        for use in (
+            "from kvcached.vmm_ops import (\n    migrate_pages,\n)",
+            "from kvcached import vmm_ops\nprint(vmm_ops.migrate_pages)",
+            "import kvcached.vmm_ops as native\nprint(native.map_to_kv_tensors, native.migrate_pages)",
+            "from kvcached import vmm_ops\nprint(getattr(vmm_ops, 'migrate_pages', None))",
+        ):
+            said = self.program(["-m", "gpumux.compat.kvcached", "script.py"], use, self.NATIVE)
+            why = "kvcached of an unknown version does not fit: it uses migrate_pages of kvcached.vmm_ops"
+            self.assertRegex(said, f"(?s)^1\n.*ImportError: {why}")
 
     def test_import_after_kvcached_is_refused(self) -> None:
-        said = self.program(["-c", "import kvcached.manager, gpumux.compat.kvcached"], native=True)
+        said = self.program(["-c", "import kvcached.manager, gpumux.compat.kvcached"], files=self.NATIVE)
         self.assertIn("ImportError: kvcached is imported already", said)
 
     def test_runner_without_a_program_prints_its_usage(self) -> None:

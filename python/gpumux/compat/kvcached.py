@@ -6,7 +6,7 @@
     gpumux run -- python -m gpumux.compat.kvcached -m MODULE ARGUMENTS
 
 Processes that `multiprocessing` starts use it too. Without the library that `gpumux run` preloads, kvcached keeps its native module, if
-it has one.
+that was built.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def register() -> bool:
     if found is None or not found.submodule_search_locations:
         raise ImportError("kvcached is not installed: pip install kvcached")
     folders = list(found.submodule_search_locations)
-    missing = {name for folder in folders for name in _wanted(Path(folder)) if not hasattr(_vmm_ops, name)}
+    missing = {name for folder in folders for name in _used(Path(folder)) if not hasattr(_vmm_ops, name)}
     if missing:
         raise ImportError(
             f"kvcached {_version()} does not fit: it uses {', '.join(sorted(missing))} of {NAME}, which gpumux "
             f"{gpumux.__version__} does not have; it fits {_vmm_ops.FITS}"
         )
-    if not gpumux.present() and importlib.machinery.PathFinder.find_spec(NAME, folders):
+    if not gpumux.present() and _is_built(folders):
         warnings.warn("kvcached uses its own memory: gpumux's library is not loaded (use `gpumux run`)", stacklevel=3)
         return False
     sys.meta_path.insert(0, _Finder)
@@ -75,13 +75,36 @@ def register() -> bool:
     return True
 
 
-def _wanted(folder: Path) -> Iterator[str]:
-    """What kvcached's code imports of its native module."""
+def _is_built(folders: list[str]) -> bool:
+    """Whether there is a native module. Since 0.1.6 that is `kvcached._C`, and `vmm_ops.py` hands its names on."""
+    found = importlib.machinery.PathFinder.find_spec(NAME, folders)
+    if found and str(found.origin).endswith(".py"):
+        found = importlib.machinery.PathFinder.find_spec("kvcached._C", folders)
+    return found is not None
+
+
+def _used(folder: Path) -> Iterator[str]:
+    """What kvcached's code uses of its native module."""
     for file in folder.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if NAME in text else ():
+        modules = {"vmm_ops"}
+        # An import comes before what is deeper in the tree.
+        for node in ast.walk(ast.parse(text)) if "vmm_ops" in text else ():
             if isinstance(node, ast.ImportFrom) and node.module == NAME:
                 yield from (it.name for it in node.names)
+            elif isinstance(node, ast.Import):
+                modules.update(it.asname for it in node.names if it.asname and it.name == NAME)
+            elif isinstance(node, ast.Attribute) and _last(node.value) in modules:
+                yield node.attr
+            elif isinstance(node, ast.Call) and _last(node.func) == "getattr" and len(node.args) > 1:
+                owner, name = node.args[:2]
+                if _last(owner) in modules and isinstance(name, ast.Constant):
+                    yield str(name.value)
+
+
+def _last(node: ast.expr) -> str:
+    """The name of a variable, or of an attribute."""
+    return str(getattr(node, "attr", None) or getattr(node, "id", ""))
 
 
 def _version() -> str:
