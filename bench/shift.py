@@ -1,7 +1,7 @@
 """Engines that share the memory of one GPU while their loads change: real vLLM with random weights, each mode with the same memory for all KV caches.
 
 `--engines` engines have `--room` of memory for their KV caches together. The run has as many phases of `--phase` seconds as there are engines. In each phase
-another engine receives `--high` requests a second, and the others `--low`. Cases are numbers of engines, each `@` a high load. Arrivals are random, and the same in each mode. In the modes without a fixed
+another engine receives `--high` requests a second, and the others `--low`. Arrivals are random, and the same in each mode. In the modes without a fixed
 split another program has the rest of the device but for 64 MiB an engine, by which leases may be larger than what is in them.
 
 Modes: `static` (vLLM as it is, an equal part for each), `gpumux` (the same under `gpumux run`), `elastic` (`gpumux.vllm`), `kvcached` (kvcached with its
@@ -57,12 +57,12 @@ class Request(NamedTuple):
     high: bool
 
 
-def load(number: int, count: int, high_rate: float, options: argparse.Namespace, seed: int) -> list[Request]:
+def load(number: int, count: int, options: argparse.Namespace, seed: int) -> list[Request]:
     """The requests of one of `count` engines."""
     rng, found = random.Random(seed * 1000 + number), list[Request]()
     for phase in range(count):
         high = phase == number
-        rate, at = (high_rate if high else options.low), phase * options.phase
+        rate, at = (options.high if high else options.low), phase * options.phase
         while rate > 0 and (at := at + rng.expovariate(rate)) < (phase + 1) * options.phase:
             found.append(Request(at, options.prompt, options.output, high))
     return found
@@ -164,8 +164,8 @@ def check(mode: str, workers: Sequence[Worker]) -> None:
             raise BenchError(f"{worker.name} is not {mode}: {worker.log} lacks {wanted!r}")
 
 
-def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each case, and its values in a mode. `used` has the bytes of all engines without KV caches, without and with gpumux, once they are known."""
+def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """The values of a mode. `used` has the bytes of all engines without KV caches, without and with gpumux, once they are known."""
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(mode_of(name, logs))
         managed = isinstance(mode, Gpumux)
@@ -182,38 +182,23 @@ def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Name
             used[managed] = now - (options.room if name in SPLIT else 0)
         if name not in SPLIT:
             stack.enter_context(ballast(mode, rest(usable, used[managed], options.room, name, options.engines), logs))
-        before = {"taken": 0, "refused": 0}
-        for high in options.high:
-            made = row([one_round(workers, high, seed, options) for seed in range(options.rounds)])
-            if name == "elastic":
-                for worker in workers:
-                    worker.send(greedy=[[16, 1]])
-                states = [worker.reply(common.REPLY_S) for worker in workers]
-                until = {it: sum(state[it] for state in states) for it in before}
-                made |= {it: count - before[it] for it, count in until.items()}
-                before = until
-            yield case(high, options), made
-
-
-def one_round(workers: Sequence[Worker], high: float, seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """All phases once."""
-    stop_s = options.engines * options.phase + options.drain
-    options.left.check(stop_s)
-    came = [load(number, options.engines, high, options, seed) for number in range(options.engines)]
-    start = time.monotonic() + 0.3
-    for worker, requests in zip(workers, came, strict=True):
-        worker.send(start=start, stop=start + stop_s, requests=[it[:3] for it in requests], ends=True)
-    return values(came, [worker.reply(stop_s + common.REPLY_S) for worker in workers], stop_s)
-
-
-def case(high: float, options: argparse.Namespace) -> str:
-    """The name of a high load."""
-    return f"{options.engines}@{high:g}"
-
-
-def rates(text: str) -> list[float]:
-    """`8,16,32`."""
-    return [float(it) for it in text.split(",")]
+        found = []
+        for seed in range(options.rounds):
+            stop_s = options.engines * options.phase + options.drain
+            options.left.check(stop_s)
+            came = [load(number, options.engines, options, seed) for number in range(options.engines)]
+            start = time.monotonic() + 0.3
+            for worker, requests in zip(workers, came, strict=True):
+                worker.send(start=start, stop=start + stop_s, requests=[it[:3] for it in requests], ends=True)
+            answers = [worker.reply(stop_s + common.REPLY_S) for worker in workers]
+            found.append(values(came, answers, stop_s))
+        made = row(found)
+        if name == "elastic":
+            for worker in workers:
+                worker.send(greedy=[[16, 1]])
+            states = [worker.reply(common.REPLY_S) for worker in workers]
+            made |= {it: sum(state[it] for state in states) for it in ("taken", "refused")}
+        return made
 
 
 def main() -> int:
@@ -222,7 +207,7 @@ def main() -> int:
         "Engines that share the memory of one GPU while their loads change.",
         "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --quick --budget 200\n"
         "  PYTHONPATH=DIR/carry:DIR/carry_deps:KVCACHED GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --engines 3 --room 12GiB\n"
-        "One engine shows what each mode costs: --engines 1 --high 8,16,32 --prompt 128 --room 16GiB",
+        "One engine with a high load shows what each mode costs: --engines 1 --high 64 --prompt 128 --room 16GiB",
     )
     parser.add_argument("--modes", type=common.listed(MODES), default=MODES, help="[all]")
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds for all [%(default)s]")
@@ -231,7 +216,7 @@ def main() -> int:
     parser.add_argument("--drain", type=float, default=10.0, help="seconds at the end without arrivals, at most [%(default)s]")
     parser.add_argument("--rounds", type=int, help="of all phases [3; 1 with --quick]")
     parser.add_argument("--room", help="of memory for all KV caches [12GiB; 3GiB with --quick]")
-    parser.add_argument("--high", type=rates, help="requests a second; of several, one after the other [8; 12 with --quick]")
+    parser.add_argument("--high", type=float, help="requests a second [8; 12 with --quick]")
     parser.add_argument("--low", type=float, default=0.5, help="requests a second [%(default)s]")
     parser.add_argument("--prompt", type=int, default=3072, help="tokens [%(default)s]")
     parser.add_argument("--output", type=int, default=128, help="tokens [%(default)s]")
@@ -239,20 +224,19 @@ def main() -> int:
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
     options = parser.parse_args()
     logs = common.begin(options)
-    for name, usual, quick in (("engines", 3, 2), ("phase", 20.0, 8.0), ("rounds", 3, 1), ("room", "12GiB", "3GiB"), ("high", [8.0], [12.0])):
+    for name, usual, quick in (("engines", 3, 2), ("phase", 20.0, 8.0), ("rounds", 3, 1), ("room", "12GiB", "3GiB"), ("high", 8.0, 12.0)):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else usual)
     options.room, options.left = kv.bytes_of(options.room), engines.Budget(options.budget)
     # kvcached changes vLLM's first model runner only; all modes have the same.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     options.model = engines.prepare(logs, engines.LLAMA_3_1B if options.quick else serve.LLAMA_3_8B)
-    cases = [case(high, options) for high in options.high]
-    results, used, notes = Results("shift", options.out, cases, MODES), dict[bool, int](), list[str]()
+    case = f"{options.engines}-engines"
+    results, used, notes = Results("shift", options.out, [case], MODES), dict[bool, int](), list[str]()
     for name in [it for it in MODES if it in options.modes]:
-        with cell(results, f"{options.engines} engines, {name}", logs), noted(notes, name):
+        with cell(results, f"{case}, {name}", logs), noted(notes, name):
             options.left.check(20)
-            for it, made in measure(name, used, logs, options):
-                results.add(it, name, made)
+            results.add(case, name, measure(name, used, logs, options))
     if notes and results.data["rows"]:
         results.data["note"] = "; ".join(notes)
         results.write()

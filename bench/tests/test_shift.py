@@ -17,24 +17,24 @@ import common  # noqa: E402
 import shift  # noqa: E402
 from common import BenchError  # noqa: E402
 
-OPTIONS = argparse.Namespace(phase=10.0, low=0.5, prompt=30, output=4, engines=2, room=4 << 30, attention="A", model=Path("m"), memory=0.2)
+OPTIONS = argparse.Namespace(phase=10.0, high=8.0, low=0.5, prompt=30, output=4, engines=2, room=4 << 30, attention="A", model=Path("m"), memory=0.2)
 MARK = {"elastic": "the KV cache is elastic", "kvcached": "Successfully patched vllm", "kvcached-gpumux": "Successfully patched vllm"}
 
 
 class Loads(unittest.TestCase):
     def test_each_engine_has_a_high_load_in_one_phase(self) -> None:
         for number in range(3):
-            requests = shift.load(number, 3, 8.0, OPTIONS, seed=1)
+            requests = shift.load(number, 3, OPTIONS, seed=1)
             high = [it for it in requests if it.high]
             self.assertTrue(all(number * 10 <= it.at < (number + 1) * 10 for it in high))
             self.assertTrue(40 < len(high) < 130 and len(requests) - len(high) < 30)
             self.assertEqual([it.at for it in requests], sorted(it.at for it in requests))
-            self.assertEqual(requests, shift.load(number, 3, 8.0, OPTIONS, seed=1))
-        self.assertNotEqual(shift.load(0, 2, 8.0, OPTIONS, 1), shift.load(0, 2, 8.0, OPTIONS, 2))
+            self.assertEqual(requests, shift.load(number, 3, OPTIONS, seed=1))
+        self.assertNotEqual(shift.load(0, 2, OPTIONS, 1), shift.load(0, 2, OPTIONS, 2))
 
     def test_no_low_load_gives_no_requests(self) -> None:
         quiet = argparse.Namespace(**{**vars(OPTIONS), "low": 0.0})
-        self.assertTrue(all(it.high for it in shift.load(1, 2, 8.0, quiet, 1)))
+        self.assertTrue(all(it.high for it in shift.load(1, 2, quiet, 1)))
 
 
 class Values(unittest.TestCase):
@@ -140,11 +140,6 @@ class Runs(unittest.TestCase):
         (elastic,) = [it["values"] for it in data["rows"] if it["mode"] == "elastic"]
         self.assertEqual((elastic["taken"], elastic["refused"]), (6, 2))
         self.assertAlmostEqual(elastic["ttft_mean_ms"], 100.0, places=3)
-
-    def test_each_high_load_has_a_row_of_the_same_engines(self) -> None:
-        code, data, made = self.run_all("--modes", "static,elastic", "--high", "8,16")
-        self.assertEqual((code, [(it["case"], it["mode"]) for it in data["rows"]]), (0, [("2@8", "static"), ("2@8", "elastic"), ("2@16", "static"), ("2@16", "elastic")]))
-        self.assertEqual(len([it for it in made if it.startswith("closed")]), 4)
 
     def test_mode_that_is_not_what_it_should_be_is_noted(self) -> None:
         with mock.patch.object(Fake, "silent", {"kvcached"}):
