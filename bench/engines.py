@@ -1,7 +1,9 @@
 """Real vLLM with an elastic KV cache (`gpumux.vllm`), beside vLLM as it is, with random weights.
 
-`saturation`: `--requests` requests at once, of 128 tokens, which make 128; the engines of all modes are there, and take turns in rounds. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`. Values:
-`tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `rounds`; `taken` and `refused` granules of `elastic`.
+`saturation`: `--requests` requests at once, of 128 tokens, which make 128. `rate-8`, `rate-16`, `rate-32`: so many requests a second for WINDOW_S, at random moments, of 512 tokens, which make 64. The engines of all modes
+are there, and take turns in rounds. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`, and where asked for `kvcached` (with its native module, without gpumux) and `kvcached-gpumux` (its
+Python code on `gpumux.compat.kvcached`). Values: `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `finished` of `requests`; `rounds`;
+`taken` and `refused` granules of `elastic`.
 
 `tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
 is left with less than its requests use. Modes `stock`, `elastic`. Values: `equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made
@@ -41,12 +43,25 @@ from memory import cell
 from residency import Nvml
 
 GIB = 1 << 30
-CASES, STARTS = ["saturation", "tokens", "idle"], ["start-2", "start-6"]
-MODES = ["stock", "gpumux", "elastic"]
+RATES = {"saturation": 0.0, "rate-8": 8.0, "rate-16": 16.0, "rate-32": 32.0}
+CASES, STARTS = [*RATES, "tokens", "idle"], ["start-2", "start-6"]
+PLAIN, KVCACHED = ["stock", "gpumux", "elastic"], ["kvcached", "kvcached-gpumux"]
+MODES = PLAIN + KVCACHED
+SAID = {"elastic": "the KV cache is elastic", **dict.fromkeys(KVCACHED, "Successfully patched vllm")}
 LLAMA_3_1B = serve.LLAMA_3_8B | {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
+LLAMA_3_3B = LLAMA_3_1B | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128}
+SHAPES = {"1b": LLAMA_3_1B, "3b": LLAMA_3_3B, "8b": serve.LLAMA_3_8B}
+KVCACHED_ENVIRONMENT = {"ENABLE_KVCACHED": "true", "KVCACHED_GPU_UTILIZATION": "0.99", "KVCACHED_LOG_LEVEL": "INFO"}
+# kvcached's installation adds a file that Python reads at its start: `site` does the same for a folder of PYTHONPATH.
+LAUNCH = (
+    "import importlib.util, os, runpy, site, sys; {0}"
+    "site.addsitedir(os.path.dirname(next(iter(importlib.util.find_spec('kvcached').submodule_search_locations)))); "
+    "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 PATIENCE_S, IDLE_S = 120.0, 1.0
+WINDOW_S = 4.0
 LEFT = 0.1, 0.8  # of what the engine's requests need
 LAST_S = 20.0  # for a round of `tokens` and the end
 
@@ -67,11 +82,33 @@ class Budget:
             raise BenchError(f"the budget is spent: less than {needed_s:.0f} s are left")
 
 
-@contextlib.contextmanager
-def mode_of(name: str, logs: Path) -> Iterator[Mode]:
+class _Kvcached(Mode):
+    def environment(self) -> dict[str, str]:
+        return super().environment() | KVCACHED_ENVIRONMENT
+
+
+class _KvcachedGpumux(Gpumux):
+    def environment(self) -> dict[str, str]:
+        return super().environment() | KVCACHED_ENVIRONMENT
+
+
+def mode_of(name: str, logs: Path) -> Mode:
     """Without gpumux, or with a daemon of its own."""
-    with Mode(name, logs) if name == "stock" else Gpumux(name, logs) as mode:
-        yield mode
+    kinds = {"stock": Mode, "kvcached": _Kvcached, "kvcached-gpumux": _KvcachedGpumux}
+    return kinds.get(name, Gpumux)(name, logs)
+
+
+def program(mode: str) -> Sequence[str]:
+    """What runs an engine of a mode, before its arguments."""
+    if mode not in KVCACHED:
+        return serve.ENGINE
+    return (sys.executable, "-c", LAUNCH.format("import gpumux.compat.kvcached; " if mode == "kvcached-gpumux" else ""), *serve.ENGINE[1:])
+
+
+def check(mode: str, worker: Worker) -> None:
+    """Raises BenchError where an engine has not the memory of its mode."""
+    if (said := SAID.get(mode)) and said not in worker.log.read_text(errors="replace"):
+        raise BenchError(f"{worker.name} is not {mode}: {worker.log} lacks {said!r}")
 
 
 def prepare(logs: Path, shape: dict[str, Any]) -> Path:
@@ -92,7 +129,7 @@ def engine(
         arguments["worker_cls"] = "gpumux.vllm.Worker"
     memory = arguments.pop("memory", options.memory)
     given = [str(options.model), "--memory", str(memory), "--context", "4096", "--engine", json.dumps(arguments), *flags]
-    return Worker(name, given + (["--stand-in"] if options.stand_in else []), mode, klass, serve.ENGINE)
+    return Worker(name, given + (["--stand-in"] if options.stand_in else []), mode, klass, program(mode.name))
 
 
 def ready(worker: Worker, options: argparse.Namespace) -> None:
@@ -101,46 +138,58 @@ def ready(worker: Worker, options: argparse.Namespace) -> None:
     worker.reply(min(common.READY_S, options.left.end - time.monotonic()))
 
 
-def burst(worker: Worker, options: argparse.Namespace) -> dict[str, float]:
-    """So many requests at once."""
+def burst(worker: Worker, options: argparse.Namespace, rate: float = 0.0, seed: int = 0) -> dict[str, float]:
+    """So many requests at once; or so many a second."""
     options.left.check(10)
+    requests, length_s = [[0.0, 128, 128]] * options.requests, options.seconds
+    if rate:
+        requests, length_s, rng, at = [], WINDOW_S + options.seconds, random.Random(seed), 0.0
+        while (at := at + rng.expovariate(rate)) < WINDOW_S:
+            requests.append([at, 512, 64])
     start = time.monotonic() + 0.2
-    requests = [[0.0, 128, 128]] * options.requests
-    worker.send(start=start, stop=start + options.seconds, requests=requests, ends=True)
-    answer = worker.reply(options.seconds + PATIENCE_S)
-    done = [(first, last, made) for first, last, made in zip(answer["first_s"], answer["last_s"], answer["tokens"], strict=True) if made > 1]
+    worker.send(start=start, stop=start + length_s, requests=requests, ends=True)
+    answer = worker.reply(length_s + PATIENCE_S)
+    ends = zip(requests, answer["first_s"], answer["last_s"], answer["tokens"], strict=True)
+    done = [(one, first, last, made) for one, first, last, made in ends if made > 1]
     if not done:
-        raise BenchError(f"no request had a token within {options.seconds} s")
-    ttft = [first * 1e3 for first, _last, _made in done]
-    tpot = [(last - first) / (made - 1) * 1e3 for first, last, made in done]
-    span = max(last for _first, last, _made in done)
-    found = {"tokens_per_s": sum(answer["tokens"]) / span, "finished": float(sum(made >= 128 for _f, _l, made in done))}
+        raise BenchError(f"no request had a token within {length_s} s")
+    ttft = [(first - one[0]) * 1e3 for one, first, _last, _made in done]
+    tpot = [(last - first) / (made - 1) * 1e3 for _one, first, last, made in done]
+    span = max(last for _one, _first, last, _made in done)
+    found = {"tokens_per_s": sum(answer["tokens"]) / span, "finished": float(sum(made >= one[2] for one, _f, _l, made in done)), "requests": float(len(requests))}
     for name, values in (("ttft", ttft), ("tpot", tpot)):
         found |= {f"{name}_p50_ms": common.quantile(values, 0.5), f"{name}_p99_ms": common.quantile(values, 0.99)}
     return found
 
 
-def saturation(modes: Sequence[str], logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float], dict[str, list[float]]]]:
-    """Engines of all modes are there at the same time and have their bursts one after the other, in rounds: means of each mode, and their intervals."""
+def loads(
+    cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace
+) -> Iterator[tuple[str, str, dict[str, float], dict[str, list[float]]]]:
+    """Engines of all modes are there at the same time and have their requests one after the other, in rounds: means of each case and mode, and their intervals."""
     with contextlib.ExitStack() as stack:
-        plain, managed = (stack.enter_context(mode_of(name, logs)) for name in ("stock", "gpumux"))
+        shared = {name: stack.enter_context(mode_of(name, logs)) for name in dict.fromkeys("gpumux" if it == "elastic" else it for it in modes)}
         engines = dict[str, Worker]()
         for name in modes:
-            mode = plain if name == "stock" else managed
-            engines[name] = engine(mode, name, options, elastic=name == "elastic", kv_cache_memory_bytes=options.cache)
+            # kvcached and vLLM differ in what their caches of prefixes keep: none has one.
+            given = {"kv_cache_memory_bytes": options.cache, "enable_prefix_caching": False}
+            engines[name] = engine(shared.get(name) or shared["gpumux"], name, options, elastic=name == "elastic", **given)
             stack.callback(engines[name].close)
             # vLLM measures what is free while it starts.
             ready(engines[name], options)
-        seen: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
+            check(name, engines[name])
+        seen: dict[tuple[str, str], list[dict[str, float]]] = {(case, name): [] for case in cases for name in modes}
         for worker in engines.values():
             burst(worker, options)
+        begin = time.monotonic()
         for number in range(options.bursts):
-            if not options.left.lasts(len(modes) * 8):
+            # A round takes about as long as those before it.
+            if not options.left.lasts((time.monotonic() - begin) / number if number else len(seen) * 8):
                 break
-            for nth in range(len(modes)):
-                name = modes[(number + nth) % len(modes)]
-                seen[name].append(burst(engines[name], options))
-        for name, found in seen.items():
+            for case in cases:
+                for nth in range(len(modes)):
+                    name = modes[(number + nth) % len(modes)]
+                    seen[case, name].append(burst(engines[name], options, RATES[case], number))
+        for (case, name), found in seen.items():
             if not found:
                 raise BenchError("the budget is spent before the first round")
             worker = engines[name]
@@ -152,7 +201,7 @@ def saturation(modes: Sequence[str], logs: Path, options: argparse.Namespace) ->
                 values[key] = mean([1] * len(found))
                 if len(found) >= rounds.LEAST:
                     around[key] = rounds.interval(mean, len(found))
-            yield name, values | {"rounds": float(len(found))} | {it: state[it] for it in ("taken", "refused") if it in state}, around
+            yield case, name, values | {"rounds": float(len(found))} | {it: state[it] for it in ("taken", "refused") if it in state}, around
 
 
 def greedy(worker: Worker, options: argparse.Namespace, salt: int) -> dict[str, Any]:
@@ -325,10 +374,11 @@ def main() -> int:
         "  gpumux emu --profile FILE -- python3 bench/engines.py --cases tokens --stand-in --rounds 4 --output 16 --cache 192MiB --room 64MiB",
     )
     parser.add_argument("--cases", type=common.listed(CASES + STARTS), help="[all; with --quick all but start-6]")
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    parser.add_argument("--modes", type=common.listed(MODES), default=PLAIN)
+    parser.add_argument("--shape", choices=SHAPES, help="Llama 3's by parameters [8b; 1b with --quick]")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds for all [%(default)s]")
-    parser.add_argument("--seconds", type=float, help="of `saturation`, at most [60; 20 with --quick]")
-    parser.add_argument("--bursts", type=int, help="rounds of `saturation`, at most [12; 3 with --quick]")
+    parser.add_argument("--seconds", type=float, help="of `saturation`, and of `rate-…` after the last request, at most [60; 20 with --quick]")
+    parser.add_argument("--bursts", type=int, help="rounds of `saturation` and `rate-…`, at most [12; 3 with --quick]")
     parser.add_argument("--requests", type=int, default=64, help="of `saturation` [%(default)s]")
     parser.add_argument("--rounds", type=int, help="of `tokens`, at most [21; 3 with --quick]")
     parser.add_argument("--output", type=int, default=64, help="tokens that a request of `tokens` makes [%(default)s]")
@@ -341,15 +391,22 @@ def main() -> int:
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True, help="without CUDA graphs")
     options = parser.parse_args()
     logs = common.begin(options)
-    options.cases = options.cases or CASES + (STARTS[:1] if options.quick else STARTS)
+    options.cases = options.cases or ["saturation", "tokens", "idle", *(STARTS[:1] if options.quick else STARTS)]
     options.seconds = options.seconds or (20.0 if options.quick else 60.0)
     options.rounds = options.rounds or (3 if options.quick else 21)
     options.bursts = options.bursts or (3 if options.quick else 12)
     options.cache, options.left = kv.bytes_of(options.cache), Budget(options.budget)
-    options.model = prepare(logs, LLAMA_3_1B if options.quick else serve.LLAMA_3_8B)
+    options.model = prepare(logs, SHAPES[options.shape or ("1b" if options.quick else "8b")])
+    # kvcached changes vLLM's first model runner only; all modes have the same.
+    os.environ.update({"VLLM_USE_V2_MODEL_RUNNER": "0"} if set(KVCACHED) & set(options.modes) else {})
     results = Results("engines", options.out, CASES + STARTS, MODES)
+    if at_once := [case for case in options.cases if case in RATES]:
+        with cell(results, ", ".join(at_once), logs):
+            for case, name, values, around in loads(at_once, options.modes, logs, options):
+                results.add(case, name, values, around)
     for case in options.cases:
-        run(results, case, options.modes, logs, options)
+        if case not in RATES:
+            run(results, case, [name for name in options.modes if name in PLAIN], logs, options)
     return results.finish()
 
 
@@ -360,11 +417,6 @@ def run(results: Results, case: str, modes: Sequence[str], logs: Path, options: 
             options.left.check(30)
             for name, values in tokens(logs, options):
                 results.add(case, name, values)
-        return
-    if case == "saturation":
-        with cell(results, case, logs):
-            for name, values, around in saturation(modes, logs, options):
-                results.add(case, name, values, around)
         return
     for name in modes:
         if case in STARTS and name == "elastic":

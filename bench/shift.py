@@ -4,8 +4,8 @@
 another engine receives `--high` requests a second, and the others `--low`. Arrivals are random, and the same in each mode. In the modes without a fixed
 split another program has the rest of the device but for 64 MiB an engine, by which leases may be larger than what is in them.
 
-Modes: `static` (vLLM as it is, an equal part for each), `gpumux` (the same under `gpumux run`), `elastic` (`gpumux.vllm`), `kvcached` (kvcached with its
-native module, without gpumux), `kvcached-gpumux` (its Python code on `gpumux.compat.kvcached`). `static` and `gpumux` come first: from them follows what the other program has.
+Modes: `stock` (vLLM as it is, an equal part for each), `gpumux` (the same under `gpumux run`), `elastic` (`gpumux.vllm`), `kvcached` (kvcached with its
+native module, without gpumux), `kvcached-gpumux` (its Python code on `gpumux.compat.kvcached`). `stock` and `gpumux` come first: from them follows what the other program has.
 
 Values: `ttft_mean_ms`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token; of a request without one, the time that it waited until the end); `high_ttft_mean_ms` of
 requests in their engine's phase of high load; `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `requests_per_s` (finished ones, until the last token);
@@ -34,18 +34,10 @@ from common import BenchError, Gpumux, Mode, Results, Worker
 from memory import cell, started, wait_for
 from residency import Nvml
 
-MODES = ["static", "gpumux", "elastic", "kvcached", "kvcached-gpumux"]
-SPLIT = {"static", "gpumux"}
+SPLIT = {"stock", "gpumux"}
 SETTLED_S = 1.0  # Reports to the daemon are up to 50 ms old.
 # A lease may be so much larger than what is in it; what the driver keeps for one process.
 LEASE, CONTEXT = 64 << 20, 600 << 20
-KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_GPU_UTILIZATION": "0.99", "KVCACHED_LOG_LEVEL": "INFO"}
-# kvcached's installation adds a file that Python reads at its start: `site` does the same for a folder of PYTHONPATH.
-LAUNCH = (
-    "import importlib.util, os, runpy, site, sys; {0}"
-    "site.addsitedir(os.path.dirname(next(iter(importlib.util.find_spec('kvcached').submodule_search_locations)))); "
-    "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-)
 
 
 class Request(NamedTuple):
@@ -112,29 +104,6 @@ def device(mode: Mode, count: int) -> tuple[int, int]:
     return one["memory_guaranteeable"] - count * one["context_bytes"], sum(it["in_use"] for tenant in tenants for it in tenant["memory"][:1])
 
 
-class _Kvcached(Mode):
-    def environment(self) -> dict[str, str]:
-        return super().environment() | KVCACHED
-
-
-class _KvcachedGpumux(Gpumux):
-    def environment(self) -> dict[str, str]:
-        return super().environment() | KVCACHED
-
-
-def mode_of(name: str, logs: Path) -> Mode:
-    """A way to share."""
-    kinds = {"static": Mode, "kvcached": _Kvcached, "kvcached-gpumux": _KvcachedGpumux}
-    return kinds.get(name, Gpumux)(name, logs)
-
-
-def program(mode: str) -> Sequence[str]:
-    """What runs an engine, before its arguments."""
-    if not mode.startswith("kvcached"):
-        return serve.ENGINE
-    return (sys.executable, "-c", LAUNCH.format("import gpumux.compat.kvcached; " if mode == "kvcached-gpumux" else ""), *serve.ENGINE[1:])
-
-
 def arguments(mode: str, options: argparse.Namespace) -> list[str]:
     """An engine's arguments."""
     cache = options.room // options.engines if mode in SPLIT else options.room
@@ -156,26 +125,18 @@ def ballast(mode: Mode, size: int, logs: Path) -> Iterator[None]:
         yield
 
 
-def check(mode: str, workers: Sequence[Worker]) -> None:
-    """Raises BenchError where an engine has not the memory of its mode."""
-    wanted = {"elastic": "the KV cache is elastic", "kvcached": "Successfully patched vllm", "kvcached-gpumux": "Successfully patched vllm"}.get(mode)
-    for worker in workers if wanted else ():
-        if wanted not in worker.log.read_text(errors="replace"):
-            raise BenchError(f"{worker.name} is not {mode}: {worker.log} lacks {wanted!r}")
-
-
 def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Namespace) -> dict[str, float]:
     """The values of a mode. `used` has the bytes of all engines without KV caches, without and with gpumux, once they are known."""
     with contextlib.ExitStack() as stack:
-        mode = stack.enter_context(mode_of(name, logs))
+        mode = stack.enter_context(engines.mode_of(name, logs))
         managed = isinstance(mode, Gpumux)
         workers = []
         for number in range(options.engines):
-            workers.append(Worker(f"engine-{number}", arguments(name, options), mode, "latency", program(name)))
+            workers.append(Worker(f"engine-{number}", arguments(name, options), mode, "latency", engines.program(name)))
             stack.callback(workers[-1].close)
         for worker in workers:
             engines.ready(worker, options)
-        check(name, workers)
+            engines.check(name, worker)
         time.sleep(SETTLED_S)
         usable, now = device(mode, options.engines + 1)
         if managed not in used:
@@ -207,9 +168,8 @@ def main() -> int:
         "Engines that share the memory of one GPU while their loads change.",
         "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --quick --budget 200\n"
         "  PYTHONPATH=DIR/carry:DIR/carry_deps:KVCACHED GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --engines 3 --room 12GiB\n"
-        "One engine with a high load shows what each mode costs: --engines 1 --high 64 --prompt 128 --room 16GiB",
     )
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES, help="[all]")
+    parser.add_argument("--modes", type=common.listed(engines.MODES), default=engines.MODES, help="[all]")
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds for all [%(default)s]")
     parser.add_argument("--engines", type=int, help="[3; 2 with --quick]")
     parser.add_argument("--phase", type=float, help="seconds [20; 8 with --quick]")
@@ -232,8 +192,8 @@ def main() -> int:
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     options.model = engines.prepare(logs, engines.LLAMA_3_1B if options.quick else serve.LLAMA_3_8B)
     case = f"{options.engines}-engines"
-    results, used, notes = Results("shift", options.out, [case], MODES), dict[bool, int](), list[str]()
-    for name in [it for it in MODES if it in options.modes]:
+    results, used, notes = Results("shift", options.out, [case], engines.MODES), dict[bool, int](), list[str]()
+    for name in [it for it in engines.MODES if it in options.modes]:
         with cell(results, f"{case}, {name}", logs), noted(notes, name):
             options.left.check(20)
             results.add(case, name, measure(name, used, logs, options))

@@ -3,12 +3,14 @@
 import argparse
 import contextlib
 import ctypes
+import tempfile
 import unittest
 import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import common
 import engines
 import serve_worker
 import standin
@@ -53,8 +55,9 @@ class Cells(unittest.TestCase):
 
         made = {"stock": Engine("stock", 2.0), "elastic": Engine("elastic", 4.0)}
         fake = mock.patch.object(engines, "engine", lambda _mode, name, *_flags, **_more: made[name])
-        with fake, mock.patch.object(engines, "mode_of", lambda name, _logs: contextlib.nullcontext(name)):
-            found = {name: (values, around) for name, values, around in engines.saturation([*made], Path("."), options(bursts=5))}
+        modes = mock.patch.object(engines, "mode_of", lambda name, _logs: contextlib.nullcontext(name))
+        with fake, modes, mock.patch.object(engines, "check"):
+            found = {name: (values, around) for _case, name, values, around in engines.loads(["saturation"], [*made], Path("."), options(bursts=5))}
         values, around = found["stock"]
         self.assertEqual((values["tokens_per_s"], values["finished"], values["taken"], values["rounds"]), (128.0, 2, 3, 5))
         self.assertEqual(around["tokens_per_s"], [128.0, 128.0])
@@ -62,6 +65,44 @@ class Cells(unittest.TestCase):
         self.assertAlmostEqual(values["tpot_p50_ms"], 10.0)
         self.assertEqual(turns[2:6], ["stock", "elastic", "elastic", "stock"], "another begins each round")
         self.assertEqual([it.orders[-1] for it in made.values()], ["close"] * 2)
+
+    def test_rate_counts_from_each_arrival_and_is_the_same_for_all(self) -> None:
+        class Engine(Fake):
+            def reply(self, _timeout: float) -> dict:
+                requests = self.orders[-1]["requests"]
+                return {"first_s": [it[0] + 0.1 for it in requests], "last_s": [it[0] + 0.73 for it in requests], "tokens": [it[2] for it in requests]}
+
+        one, other = Engine([]), Engine([])
+        found = [engines.burst(it, options(), 16.0, seed=3) for it in (one, other)]
+        self.assertEqual(found[0], found[1])
+        self.assertEqual(one.orders[0]["requests"], other.orders[0]["requests"])
+        self.assertEqual(found[0]["finished"], found[0]["requests"])
+        self.assertTrue(30 < found[0]["requests"] < 100)
+        self.assertAlmostEqual(found[0]["ttft_p99_ms"], 100.0)
+        self.assertAlmostEqual(found[0]["tpot_p50_ms"], 10.0)
+
+    def test_engine_without_the_memory_of_its_mode_is_refused(self) -> None:
+        worker = Fake([])
+        worker.name = "kvcached"
+        with tempfile.TemporaryDirectory() as folder:
+            worker.log = Path(folder) / "log"
+            worker.log.write_text("INFO Successfully patched vllm: all\n")
+            engines.check("kvcached", worker)
+            engines.check("stock", worker)
+            with self.assertRaisesRegex(BenchError, "is not elastic"):
+                engines.check("elastic", worker)
+
+    def test_launch_runs_the_installation_file_before_the_script(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "kvcached").mkdir()
+            (Path(folder) / "kvcached" / "__init__.py").touch()
+            (Path(folder) / "kvcached_autopatch.pth").write_text("import sys; sys.patched = True\n")
+            script = Path(folder) / "script.py"
+            script.write_text("import sys\nprint(getattr(sys, 'patched', False), __name__, sys.argv[1:])\n")
+            python, *rest = engines.program("kvcached")
+            self.assertEqual(Path(rest[-1]).name, "serve_worker.py")
+            with mock.patch.dict("os.environ", {"PYTHONPATH": folder}):
+                self.assertEqual(common.run_quietly(python, *rest[:-1], str(script), "a", "b"), "True __main__ ['a', 'b']")
 
     def test_elastic_mode_has_the_worker_class(self) -> None:
         with mock.patch.object(engines, "Worker") as made:

@@ -18,7 +18,6 @@ import shift  # noqa: E402
 from common import BenchError  # noqa: E402
 
 OPTIONS = argparse.Namespace(phase=10.0, high=8.0, low=0.5, prompt=30, output=4, engines=2, room=4 << 30, attention="A", model=Path("m"), memory=0.2)
-MARK = {"elastic": "the KV cache is elastic", "kvcached": "Successfully patched vllm", "kvcached-gpumux": "Successfully patched vllm"}
 
 
 class Loads(unittest.TestCase):
@@ -61,29 +60,17 @@ class Values(unittest.TestCase):
 
     def test_accounting_of_gpumux_is_asked_where_it_counts(self) -> None:
         answers = {"/v1/devices": [{"memory_guaranteeable": 1000, "context_bytes": 30}], "/v1/tenants": [{"memory": [{"in_use": 7}]}, {"memory": []}]}
-        mode = shift.mode_of("elastic", Path("x"))
+        mode = shift.engines.mode_of("elastic", Path("x"))
         with mock.patch.object(shift.kv, "Api", lambda _mode: SimpleNamespace(ask=lambda _method, path: answers[path])):
             self.assertEqual(shift.device(mode, 3), (910, 7))
 
 
 class Modes(unittest.TestCase):
     def test_fixed_parts_are_equal_and_others_have_all(self) -> None:
-        for mode in shift.MODES:
+        for mode in shift.engines.MODES:
             given = json.loads(shift.arguments(mode, OPTIONS)[-1])
-            self.assertEqual(given["kv_cache_memory_bytes"], (2 if mode in ("static", "gpumux") else 4) << 30)
+            self.assertEqual(given["kv_cache_memory_bytes"], (2 if mode in ("stock", "gpumux") else 4) << 30)
             self.assertEqual(given.get("worker_cls"), "gpumux.vllm.Worker" if mode == "elastic" else None)
-
-    def test_launch_runs_the_installation_file_before_the_script(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "kvcached").mkdir()
-            (Path(folder) / "kvcached" / "__init__.py").touch()
-            (Path(folder) / "kvcached_autopatch.pth").write_text("import sys; sys.patched = True\n")
-            script = Path(folder) / "script.py"
-            script.write_text("import sys\nprint(getattr(sys, 'patched', False), __name__, sys.argv[1:])\n")
-            python, *rest = shift.program("kvcached")
-            self.assertEqual(Path(rest[-1]).name, "serve_worker.py")
-            with mock.patch.dict("os.environ", {"PYTHONPATH": folder}):
-                self.assertEqual(common.run_quietly(python, *rest[:-1], str(script), "a", "b"), "True __main__ ['a', 'b']")
 
 
 class Fake:
@@ -95,7 +82,7 @@ class Fake:
     def __init__(self, name: str, _arguments: Any, mode: common.Mode, _klass: str, _program: Any) -> None:
         self.name, self.log, self.answers = name, mode.logs / f"{mode.name}-{name}.log", [{"ready": True}]
         self.made.append(f"{mode.name} {name}")
-        self.log.write_text("" if mode.name in self.silent else MARK.get(mode.name, ""))
+        self.log.write_text("" if mode.name in self.silent else shift.engines.SAID.get(mode.name, ""))
 
     def send(self, **order: Any) -> None:
         if "greedy" in order:
@@ -120,8 +107,9 @@ class Runs(unittest.TestCase):
     def run_all(self, *arguments: str) -> tuple[int, dict[str, Any], list[str]]:
         Fake.made = []
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            for name, value in (("Worker", Fake), ("Gpumux", Plain), ("_Kvcached", Plain), ("_KvcachedGpumux", Plain)):
-                stack.enter_context(mock.patch.object(shift, name, value))
+            stack.enter_context(mock.patch.object(shift, "Worker", Fake))
+            for name in ("Gpumux", "_Kvcached", "_KvcachedGpumux"):
+                stack.enter_context(mock.patch.object(shift.engines, name, Plain))
             stack.enter_context(mock.patch.object(shift, "device", lambda *_: (100 << 30, 20 << 30)))
             stack.enter_context(mock.patch.object(shift, "SETTLED_S", 0))
             stack.enter_context(mock.patch.object(shift, "ballast", lambda *_: contextlib.nullcontext()))
@@ -135,8 +123,8 @@ class Runs(unittest.TestCase):
 
     def test_every_mode_has_a_row_and_its_engines_end(self) -> None:
         code, data, made = self.run_all("--budget", "1000")
-        self.assertEqual((code, [it["mode"] for it in data["rows"]]), (0, shift.MODES))
-        self.assertEqual(len([it for it in made if it.startswith("closed")]), 2 * len(shift.MODES))
+        self.assertEqual((code, [it["mode"] for it in data["rows"]]), (0, shift.engines.MODES))
+        self.assertEqual(len([it for it in made if it.startswith("closed")]), 2 * len(shift.engines.MODES))
         (elastic,) = [it["values"] for it in data["rows"] if it["mode"] == "elastic"]
         self.assertEqual((elastic["taken"], elastic["refused"]), (6, 2))
         self.assertAlmostEqual(elastic["ttft_mean_ms"], 100.0, places=3)
