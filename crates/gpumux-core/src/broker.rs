@@ -434,7 +434,7 @@ struct Tenant {
     moved_before: u64,
     /// It came back past older claims than this, against which it has no turn.
     passed: Option<Age>,
-    /// It was moved before its turn was over, since others lacked room, and is not back yet.
+    /// It was moved before its turn was over, although it had work or waited for memory, and is not back yet.
     gave_way: bool,
     /// By device: the most that it had and asked for since the last tenant gave way so.
     most: BTreeMap<String, u64>,
@@ -545,6 +545,11 @@ impl Tenant {
             true => Micros::ZERO,
             false => now.saturating_sub(since),
         }
+    }
+
+    /// Whether it has had no work for so long that its memory may go: as long as that takes to come back.
+    fn rests(&self, now: Micros) -> bool {
+        self.idle_for(now) >= IDLE.max(self.took)
     }
 
     /// Since when it lacks what it claims from now on.

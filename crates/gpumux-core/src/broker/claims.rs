@@ -449,11 +449,12 @@ impl Broker {
     ) {
         let moved = self.begin_leave(now, victim, parts, Why::Room, out);
         if moved.is_ok() {
-            // From now on others are looked at anew.
+            // From now on others are looked at anew. One that rests gives nothing up.
+            let asks = self.has_asked(victim);
             for (id, tenant) in &mut self.tenants {
                 tenant.most.clear();
-                let own_turn = turn(tenant.took);
-                tenant.gave_way |= *id == victim && now < tenant.home_since + own_turn;
+                let in_turn = now < tenant.home_since + turn(tenant.took);
+                tenant.gave_way |= *id == victim && in_turn && (asks || !tenant.rests(now));
             }
         }
         if let Err(error) = moved {
@@ -637,7 +638,7 @@ impl Broker {
             false => tenant.idle_for(now),
         };
         let at_once = !busy && self.has(Mutation::IdleAtOnce);
-        let idle = away || at_once || idle_for >= IDLE.max(tenant.took) || waits();
+        let idle = away || at_once || (!same && tenant.rests(now)) || waits();
         let long_idle = away || at_once || idle_for >= own_turn;
         let entitled = claim.entitled && !self.has(Mutation::TurnsAgainstGuarantees);
         // A lower class waits longer, but not for more than these turns in all: others may have come in between.

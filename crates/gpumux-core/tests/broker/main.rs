@@ -10,6 +10,7 @@ mod model;
 mod mutations;
 mod programs;
 mod properties;
+mod requests;
 mod restarts;
 mod sessions;
 mod shown;
