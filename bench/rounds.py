@@ -6,7 +6,7 @@ begins with another mode. Rounds are kept as they are measured (`NAME.rounds.jso
 Rules, fixed here before anything is measured:
 - *Rejected* is a round on a disturbed host: the pieces of a spinning thread before one of its cells had a slowest percent, relative to their
   median, of more than NOISE times what is usual in the case's rounds (two threads of a core alone make 2, in every round), or its `alone` has a
-  median that is further than DRIFT from that of the case's rounds. A round with a failed cell is incomplete and does not count either. No other
+  median that is further than DRIFT from that of the case's rounds, unless each plays another part of a trace. A round with a failed cell is incomplete and does not count either. No other
   value decides. Fewer than LEAST rounds are shown as they are, with the host's noise and without intervals.
 - *Enough* rounds of a case are at least LEAST, and then when the 95% interval of every mode's primary value, relative to alone, is no wider than
   WIDTH of it; or MOST. (Looking again and again makes intervals a little too narrow.)
@@ -22,7 +22,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import common
@@ -130,7 +130,7 @@ def rejected(rounds: Sequence[Round]) -> dict[int, str]:
             continue
         elif one["noise"] > NOISE * usual:
             found[one["round"]] = f"host noise {one['noise']:.2f}, {usual:.2f} is usual"
-        elif alone and abs(statistics.median(alone) / middle - 1) > DRIFT:
+        elif alone and not one.get("varies") and abs(statistics.median(alone) / middle - 1) > DRIFT:
             found[one["round"]] = f"alone at {statistics.median(alone) / middle:.2f} of its median"
     return found
 
@@ -193,13 +193,14 @@ def noise(seconds: float = 0.1) -> float:
 class Plan(NamedTuple):
     """What is to be measured: `measure(case, mode, round)` gives a cell; `prepare(case)` makes the programs of a case run.
 
-    `least` has cases that need more rounds than LEAST. `modes` become fewer where programs cannot be prepared, or a mode fails twice in a row."""
+    `least` has cases that need more rounds than LEAST, `varies` those of which each round plays another part of a trace. `modes` become fewer where programs cannot be prepared, or a mode fails twice in a row."""
 
     cases: Sequence[str]
     modes: list[str]
     measure: Callable[[str, str, int], dict[str, Any]]
     prepare: Callable[[str], None] = lambda case: None
     least: Mapping[str, int] = {}
+    varies: Collection[str] = ()
 
 
 class Record:
@@ -299,7 +300,7 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
                 plan.prepare(case)
                 prepared, preparation = True, max(preparation, time.monotonic() - begin)
             begin, number = time.monotonic(), len(rounds)
-            one: Round = {"case": case, "round": number, "noise": 0.0, "failed": {}, "cells": {}}
+            one: Round = {"case": case, "round": number, "noise": 0.0, "varies": case in plan.varies, "failed": {}, "cells": {}}
             for name in [*plan.modes[number % len(plan.modes) :], *plan.modes[: number % len(plan.modes)]]:
                 one["noise"] = max(one["noise"], float(f"{noise():.4g}"))
                 try:

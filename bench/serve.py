@@ -176,7 +176,7 @@ def main() -> int:
                 others["batch_rate"] = rate((besides[stage].measure(seconds / 4, batch) if mode == "alone" else answers)[beside])
             return cell(came, answers["engine"], seconds, **others)
 
-        plan = rounds.Plan(options.cases, modes, measure, lambda case: rounds.prepare(case, modes, have, notes))
+        plan = rounds.Plan(options.cases, modes, measure, lambda case: rounds.prepare(case, modes, have, notes), varies=options.cases)
         return rounds.run(plan, results, options.budget, options.rounds, notes)
 
 

@@ -78,6 +78,11 @@ class Rules(unittest.TestCase):
         self.assertIn("alone", out[5])
         self.assertEqual(len(rounds.kept(found)), 5, "what a mode makes of a round does not decide")
 
+    def test_rounds_that_play_other_parts_of_a_trace_may_differ(self) -> None:
+        found = [one(at, [1.0], [1.0]) for at in range(rounds.LEAST)] + [one(rounds.LEAST, [1.3], [1.0])]
+        self.assertEqual([*rounds.rejected(found)], [rounds.LEAST])
+        self.assertEqual([*rounds.rejected([it | {"varies": True} for it in found])], [])
+
     def test_few_rounds_are_shown_with_their_noise(self) -> None:
         few = [one(0, [1.0], [1.0], noise=5.0), one(1, [1.0], [1.0], failed={"gpumux": "broke"})]
         self.assertEqual([*rounds.rejected(few)], [1])

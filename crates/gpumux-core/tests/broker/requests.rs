@@ -1,4 +1,4 @@
-//! Programs that work for a request now and then, more than fit: whoever gets one has its memory soon, where others rest.
+//! Programs that work for a request now and then, more than fit: each has its memory soon, where others rest.
 
 use gpumux_core::{
     Class, Micros,
