@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, IDLE, LOOK, MemoryPolicy, Micros, MoveError,
+    ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, MoveError,
     Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM,
     TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
     model::{Age, Mutation, ProcessId, Step, Why},
