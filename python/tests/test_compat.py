@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import gc
+import io
 import os
 import py_compile
 import random
@@ -276,6 +277,20 @@ class Memory(Case):
         ops.shutdown_kvcached()
         self.assertEqual((ops.kv_tensors_created(), [it.words for it in self.ranges]), (False, [None, None]))
 
+    def test_commit_after_shutdown_touches_no_memory(self) -> None:
+        self.create(True, 8 * PAGE, 2, "cuda:0", 1)
+        ops.map_to_kv_tensors([0])
+        for transaction in ("a", "b"):
+            ops.prepare_unmap_from_kv_tensors([0], transaction)
+            if transaction == "a":
+                ops.commit_unmap_from_kv_tensors(transaction)
+        group = ops._group(0)
+        ops.shutdown_kvcached()
+        for transaction in ("a", "b"):
+            with self.assertRaisesRegex(RuntimeError, f"unknown unmap transaction: {transaction}"):
+                group.end(transaction, commit=True)
+        self.assertEqual(group.mapped, set())
+
     def test_wrong_arguments_are_refused(self) -> None:
         for arguments in (("xpu:0",), ("cuda", 3 << 20), ("cuda", -PAGE)):
             with self.assertRaises(ValueError):
@@ -364,6 +379,28 @@ class Pages(Case):
         self.assertEqual((pages.get_num_reserved_pages(), self.ranges[0].committed()), (0, []))
         pages.reset_free_page_order()
         self.assertEqual(pages.alloc_page().page_id, 0)
+
+    def test_reserve_that_cannot_be_filled_ends_and_is_filled_later(self) -> None:
+        for owner, name in ((None, "_free_bytes"), (None, "_update"), (threading.Thread, "start")):
+            pages = self.allocator(8)
+
+            def unfilled(pages: ops.PageAllocator = pages) -> bool:
+                with pages._changed:
+                    return pages._changed.wait_for(lambda: not pages._filling, 5)
+
+            with self.subTest(name):
+                try:
+                    with mock.patch.object(owner or pages, name, side_effect=RuntimeError("broken")):
+                        pages.start_prealloc_thread()
+                        self.assertTrue(unfilled())
+                    pages.stop_prealloc_thread()
+                    self.assertEqual((list(pages._free), list(pages._reserved)), (list(range(8)), []))
+                    pages.start_prealloc_thread()
+                    self.assertTrue(unfilled())
+                    self.assertEqual(list(pages._reserved), [0, 1, 2, 3, 4])
+                finally:
+                    # Otherwise the cleanup does not end.
+                    pages._filling = False
 
     def test_allocation_waits_for_the_reserve_that_is_being_filled(self) -> None:
         # Python's lock is free meanwhile: the callback is Python.
@@ -477,9 +514,40 @@ class Pages(Case):
             self.assertTrue(path.exists())
             self.assertTrue(ops.PageAllocator(1, PAGE, PAGE, ipc_name=f"{folder}/none/own").release_shared_segment())
 
+    def test_released_file_is_not_made_again(self) -> None:
+        pages = self.allocator(4)
+        page = pages.alloc_page().page_id
+        pages.release_shared_segment()
+        for use in (lambda: pages.free_page(page), pages.trim, lambda: pages.resize(2 * PAGE)):
+            use()
+            self.assertFalse(Path(pages._info.path).exists())
+
+    def test_file_of_another_engine_is_neither_written_nor_read(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "own")
+            for released in (False, True):
+                path.unlink(missing_ok=True)
+                pages = ops.PageAllocator(1, PAGE, PAGE, ipc_name=str(path))
+                if released:
+                    pages.release_shared_segment()
+                path.unlink(missing_ok=True)
+                path.write_bytes(bytes(range(24)))
+                pages.trim()
+                self.assertEqual((path.read_bytes(), pages.check_and_get_resize_target(PAGE)), (bytes(range(24)), -1))
+
+    def test_file_write_error_is_reported_once_and_costs_no_page(self) -> None:
+        pages = self.allocator(4)
+        said = io.StringIO()
+        with mock.patch("os.pwrite", side_effect=OSError("no room")), mock.patch("sys.stderr", said):
+            self.assertEqual([pages.alloc_page().page_id for _ in range(4)], [0, 1, 2, 3])
+        self.assertEqual(said.getvalue().count("cannot be written: no room\n"), 1)
+
     def test_limit_may_return_to_the_first_size(self) -> None:
         pages = self.allocator(8)
         pages.start_prealloc_thread()
+        # A resize is refused while too many pages are on their way to the reserve.
+        with pages._changed:
+            self.assertTrue(pages._changed.wait_for(lambda: not pages._filling, 30))
         for size in (3, 8, 3):
             with open(pages._info.path, "r+b") as file:
                 file.write((size * PAGE * 2).to_bytes(8, sys.byteorder))

@@ -93,16 +93,24 @@ class _Info:
 
     def __init__(self, name: str, total: int) -> None:
         self.path = os.path.join("/dev/shm", name)
-        self.release: Callable[[], Any] = lambda: None
+        self._end: weakref.finalize[..., None] | None = None
+        self._said = False
         with _users_lock:
-            file = self._open()
-            if file is not None:
-                self._write(0, total, 0, 0)
-                at = os.fstat(file)
-                user = (os.getpid(), at.st_dev, at.st_ino)
-                _users[user] += 1
-                # Open until then: its inode is no other file's.
-                self.release = weakref.finalize(self, self._remove, self.path, file, user)
+            try:
+                file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                self._report(error)
+                return
+            self._at = os.fstat(file)
+            user = (os.getpid(), self._at.st_dev, self._at.st_ino)
+            _users[user] += 1
+            # Open until then: its inode is no other file's.
+            self._end = weakref.finalize(self, self._remove, self.path, file, user)
+            self._write(0, total, 0, 0)
+
+    def release(self) -> None:
+        if self._end:
+            self._end()
 
     @staticmethod
     def _remove(path: str, file: int, user: tuple[int, int, int]) -> None:
@@ -117,36 +125,52 @@ class _Info:
             finally:
                 os.close(file)
 
-    def _open(self) -> int | None:
-        try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
+    def _report(self, error: OSError) -> None:
+        if not self._said:
             print(f"gpumux: kvcached's {self.path} cannot be written: {error}", file=sys.stderr)
+        self._said = True
+
+    def _open(self, flags: int) -> int | None:
+        """None where the file was released or removed, or where another file has its name."""
+        if not self._end or not self._end.alive:
             return None
+        try:
+            file = os.open(self.path, flags)
+        except FileNotFoundError:
+            return None
+        if os.path.samestat(os.fstat(file), self._at):
+            return file
+        os.close(file)
+        return None
 
     def _write(self, at: int, *numbers: int) -> None:
-        file = self._open()
-        if file is None:
-            return
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            os.pwrite(file, struct.pack(f"={len(numbers)}q", *numbers), at)
-        finally:
-            os.close(file)
+            file = self._open(os.O_RDWR)
+            if file is None:
+                return
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                os.pwrite(file, struct.pack(f"={len(numbers)}q", *numbers), at)
+            finally:
+                os.close(file)
+        except OSError as error:
+            self._report(error)
 
     def update(self, used: int, reserved: int) -> None:
         self._write(8, used, reserved)
 
     def total(self) -> int | None:
         try:
-            file = os.open(self.path, os.O_RDONLY)
+            file = self._open(os.O_RDONLY)
+            if file is None:
+                return None
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                return int.from_bytes(os.pread(file, 8, 0), sys.byteorder, signed=True)
+            finally:
+                os.close(file)
         except OSError:
             return None
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            return int.from_bytes(os.pread(file, 8, 0), sys.byteorder, signed=True)
-        finally:
-            os.close(file)
 
 
 class PageAllocator:
@@ -361,30 +385,35 @@ class PageAllocator:
     def _fill_soon(self) -> None:
         if self._on and not self._filling and len(self._reserved) < self._min:
             self._filling = True
-            threading.Thread(target=self._fill, name="gpumux kvcached reserve", daemon=True).start()
+            try:
+                threading.Thread(target=self._fill, name="gpumux kvcached reserve", daemon=True).start()
+            except RuntimeError as error:
+                self._end_fill([], error)
 
     def _fill(self) -> None:
-        failed = False
-        while True:
-            with self._changed:
-                lacking = min(self._min - len(self._reserved), len(self._free)) if self._on and not failed else 0
-                lacking = min(lacking, self.get_avail_physical_pages()) if lacking > 0 else 0
-                if lacking <= 0:
-                    self._filling = False
-                    self._changed.notify_all()
-                    return
-                pages = [self._free.popleft() for _ in range(lacking)]
-            try:
-                self._map_pages(pages)
-            except Exception as error:
-                failed = True
-                print(f"gpumux: {len(pages)} pages of kvcached's reserve have no memory: {error}", file=sys.stderr)
-            with self._changed:
-                if failed:
-                    self._free.extendleft(reversed(pages))
-                else:
+        pages: list[int] = []
+        try:
+            while True:
+                with self._changed:
                     self._reserved.extend(pages)
-                self._update()
+                    pages = []
+                    self._update()
+                    lacking = min(self._min - len(self._reserved), len(self._free)) if self._on else 0
+                    lacking = min(lacking, self.get_avail_physical_pages()) if lacking > 0 else 0
+                    if lacking <= 0:
+                        self._filling = False
+                        return
+                    pages = [self._free.popleft() for _ in range(lacking)]
+                self._map_pages(pages)
+        except Exception as error:
+            self._end_fill(pages, error)
+
+    def _end_fill(self, pages: list[int], error: Exception) -> None:
+        with self._changed:
+            self._free.extendleft(reversed(pages))
+            self._filling = False
+            self._changed.notify_all()
+        print(f"gpumux: kvcached's reserve is not filled: {error}", file=sys.stderr)
 
     # ---- numbers -----------------------------------------------------------------------------
 

@@ -180,7 +180,10 @@ class _Group:
         with self.lock:
             if self.layers:
                 self.memory.close()
-            self.layers = 0
+            # A call that got this group before the shutdown may still come.
+            self.layers, self.pending = 0, None
+            self.ended.clear()
+            self.mapped.clear()
 
 
 class _Config:
