@@ -434,9 +434,9 @@ struct Tenant {
     moved_before: u64,
     /// It came back past older claims than this, against which it has no turn.
     passed: Option<Age>,
-    /// It was moved before its turn was over, although it had work or waited for memory, and is not back yet.
+    /// It was moved before its turn was over, although it did not rest, or waited for memory, and is not back yet.
     gave_way: bool,
-    /// By device: the most that it had and asked for since the last tenant gave way so.
+    /// By device: the most that it had and asked for since the last tenant was moved for room.
     most: BTreeMap<String, u64>,
     /// Moves of it to the host that failed in a row, and when the next may be tried.
     failures: u32,

@@ -449,13 +449,14 @@ impl Broker {
     ) {
         let moved = self.begin_leave(now, victim, parts, Why::Room, out);
         if moved.is_ok() {
-            // From now on others are looked at anew. One that rests gives nothing up.
+            // One that rests gives nothing up.
             let asks = self.has_asked(victim);
-            for (id, tenant) in &mut self.tenants {
-                tenant.most.clear();
-                let in_turn = now < tenant.home_since + turn(tenant.took);
-                tenant.gave_way |= *id == victim && in_turn && (asks || !tenant.rests(now));
+            if let Some(it) = self.tenants.get_mut(&victim) {
+                let in_turn = now < it.home_since + turn(it.took);
+                it.gave_way |= in_turn && (asks || !it.rests(now));
             }
+            // From now on others are looked at anew.
+            (self.tenants.values_mut()).for_each(|it| it.most.clear());
         }
         if let Err(error) = moved {
             let full = matches!(error, MoveError::HostFull(_));
@@ -579,8 +580,7 @@ impl Broker {
         first: &BTreeSet<TenantId>,
     ) -> Vec<Offer> {
         let (uuid, missing) = lack;
-        let rests = self.rests(uuid);
-        let lack = (uuid, missing, rests);
+        let lack = (uuid, missing, self.without_those_away(uuid));
         let mut offers: Vec<Offer> = (self.tenants.iter())
             .filter(|(id, _)| **id != claim.tenant)
             .filter_map(|(id, tenant)| self.offer(now, claim, lack, first, *id, tenant))
@@ -590,7 +590,7 @@ impl Broker {
     }
 
     /// What is free of a device, and what tenants that cannot run have there.
-    fn rests(&self, uuid: &str) -> u64 {
+    fn without_those_away(&self, uuid: &str) -> u64 {
         let away = (self.tenants.iter()).filter(|(_, it)| matches!(it.place, Place::Away { .. }));
         let theirs = away.map(|(id, _)| self.accounting.entry(*id, uuid).holding.movable);
         let free = (self.accounting.ledger(uuid)).map_or(0, crate::ledger::Ledger::free);
@@ -601,7 +601,7 @@ impl Broker {
         &self,
         now: Micros,
         claim: &Claim,
-        (uuid, missing, rests): (&str, u64, u64),
+        (uuid, missing, left): (&str, u64, u64),
         first: &BTreeSet<TenantId>,
         id: TenantId,
         tenant: &Tenant,
@@ -629,7 +629,7 @@ impl Broker {
             && asks().next().is_some()
             && !self.has(Mutation::ExchangeAmongWaiting)
             && (self.asks_of(claim.tenant)).any(|(_, it)| it.ask.device == uuid);
-        let waits = || !same && !busy && !first.contains(&id) && needs() > rests;
+        let waits = || !same && !busy && !first.contains(&id) && needs() > left;
         let swap = Micros(missing / self.speed.max(1));
         let own_turn = turn(tenant.took.max(swap));
         let home_for = now.saturating_sub(tenant.home_since);

@@ -28,7 +28,7 @@ thread_local! {
 }
 
 /// Bytes per µs: 50 GB/s.
-const LINK: u64 = 50_000;
+pub(crate) const LINK: u64 = 50_000;
 
 /// How a process answers orders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
