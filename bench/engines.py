@@ -1,9 +1,9 @@
 """Real vLLM with an elastic KV cache (`gpumux.vllm`), beside vLLM as it is, with random weights.
 
-`saturation`: `--requests` requests at once, of 128 tokens, which make 128. `rate-8`, `rate-16`, `rate-32`: so many requests a second for WINDOW_S, at random moments, of 512 tokens, which make 64. The engines of all modes
+`saturation`: `--requests` requests at once, of 128 tokens, which make 128. `rate-8`, `rate-16`, `rate-32`: so many requests a second for 4 s, at random moments, of 512 tokens, which make 64. The engines of all modes
 are there, and take turns in rounds. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`, and where asked for `kvcached` (with its native module, without gpumux) and `kvcached-gpumux` (its
 Python code on `gpumux.compat.kvcached`). Values: `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `finished` of `requests`; `rounds`;
-`taken` and `refused` granules of `elastic`.
+`taken` and `refused` granules of `elastic`, in all of these cases together. Values are means over rounds.
 
 `tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
 is left with less than its requests use. Modes `stock`, `elastic`. Values: `equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made
@@ -60,6 +60,8 @@ LAUNCH = (
     "site.addsitedir(os.path.dirname(next(iter(importlib.util.find_spec('kvcached').submodule_search_locations)))); "
     "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+# kvcached and vLLM differ in what their caches of prefixes keep: where both are measured, none has one.
+NO_PREFIXES = {"enable_prefix_caching": False}
 PATIENCE_S, IDLE_S = 120.0, 1.0
 WINDOW_S = 4.0
 LEFT = 0.1, 0.8  # of what the engine's requests need
@@ -120,15 +122,21 @@ def prepare(logs: Path, shape: dict[str, Any]) -> Path:
     return model
 
 
+def one_runner(modes: Sequence[str]) -> None:
+    """kvcached changes vLLM's first model runner only: beside it, all modes have the same."""
+    if set(KVCACHED) & set(modes):
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+
+
 def engine(
-    mode: Mode, name: str, options: argparse.Namespace, *flags: str, klass: str = "latency", elastic: bool | None = None, **more: Any
+    mode: Mode, name: str, options: argparse.Namespace, *flags: str, klass: str = "latency", elastic: bool | None = None, context: int = 4096, **more: Any
 ) -> Worker:
     """A server that starts."""
     arguments = {"attention_backend": options.attention, "enforce_eager": options.eager} | more
     if mode.name == "elastic" if elastic is None else elastic:
         arguments["worker_cls"] = "gpumux.vllm.Worker"
     memory = arguments.pop("memory", options.memory)
-    given = [str(options.model), "--memory", str(memory), "--context", "4096", "--engine", json.dumps(arguments), *flags]
+    given = [str(options.model), "--memory", str(memory), "--context", str(context), "--engine", json.dumps(arguments), *flags]
     return Worker(name, given + (["--stand-in"] if options.stand_in else []), mode, klass, program(mode.name))
 
 
@@ -170,9 +178,8 @@ def loads(
         shared = {name: stack.enter_context(mode_of(name, logs)) for name in dict.fromkeys("gpumux" if it == "elastic" else it for it in modes)}
         engines = dict[str, Worker]()
         for name in modes:
-            # kvcached and vLLM differ in what their caches of prefixes keep: none has one.
-            given = {"kv_cache_memory_bytes": options.cache, "enable_prefix_caching": False}
-            engines[name] = engine(shared.get(name) or shared["gpumux"], name, options, elastic=name == "elastic", **given)
+            mode = shared.get(name) or shared["gpumux"]
+            engines[name] = engine(mode, name, options, elastic=name == "elastic", kv_cache_memory_bytes=options.cache, **NO_PREFIXES)
             stack.callback(engines[name].close)
             # vLLM measures what is free while it starts.
             ready(engines[name], options)
@@ -183,25 +190,34 @@ def loads(
         begin = time.monotonic()
         for number in range(options.bursts):
             # A round takes about as long as those before it.
-            if not options.left.lasts((time.monotonic() - begin) / number if number else len(seen) * 8):
+            if not options.left.lasts((time.monotonic() - begin) / number * 1.25 + 10 if number else len(seen) * 8):
                 break
-            for case in cases:
-                for nth in range(len(modes)):
-                    name = modes[(number + nth) % len(modes)]
-                    seen[case, name].append(burst(engines[name], options, RATES[case], number))
+            turns = [(case, modes[(number + nth) % len(modes)]) for case in cases for nth in range(len(modes))]
+            try:
+                one = {(case, name): burst(engines[name], options, RATES[case], number) for case, name in turns}
+            except BenchError as error:
+                if not number:
+                    raise
+                common.say(f"error: round {number} does not count: {error}")
+                break
+            for key, found in one.items():
+                seen[key].append(found)
+        states = dict[str, dict[str, Any]]()
+        for name in modes:
+            # One that has ended says no more.
+            with contextlib.suppress(BenchError):
+                engines[name].send(greedy=[[16, 1]])
+                states[name] = engines[name].reply(PATIENCE_S)
         for (case, name), found in seen.items():
             if not found:
                 raise BenchError("the budget is spent before the first round")
-            worker = engines[name]
-            worker.send(greedy=[[16, 1]])
-            state = worker.reply(PATIENCE_S)
             values, around = dict[str, float](), dict[str, list[float]]()
             for key in found[0]:
                 mean = lambda times, key=key, found=found: sum(one[key] * n for one, n in zip(found, times)) / sum(times)  # noqa: E731
                 values[key] = mean([1] * len(found))
                 if len(found) >= rounds.LEAST:
                     around[key] = rounds.interval(mean, len(found))
-            yield case, name, values | {"rounds": float(len(found))} | {it: state[it] for it in ("taken", "refused") if it in state}, around
+            yield case, name, values | {"rounds": float(len(found))} | {it: states[name][it] for it in ("taken", "refused") if it in states.get(name, {})}, around
 
 
 def greedy(worker: Worker, options: argparse.Namespace, salt: int) -> dict[str, Any]:
@@ -350,18 +366,17 @@ def start(mode: Mode, count: int, options: argparse.Namespace) -> dict[str, floa
     """So many servers, at the same moment."""
     begin = time.monotonic()
     # vLLM's default: each wants to see nine tenths of its GPU free.
-    workers = [engine(mode, f"server-{number}", options, memory=0.9) for number in range(count)]
-    up, took = 0, 0.0
-    try:
+    workers, up, took = list[Worker](), 0, 0.0
+    with ExitStack() as stack:
+        for number in range(count):
+            workers.append(engine(mode, f"server-{number}", options, memory=0.9))
+            stack.callback(workers[-1].close)
         for worker in workers:
             try:
                 ready(worker, options)
                 up, took = up + 1, time.monotonic() - begin
             except BenchError as error:
                 common.say(f"error: {worker.name}: {error}")
-    finally:
-        for worker in workers:
-            worker.close()
     return {"up": up, "servers": count, "seconds": took}
 
 
@@ -397,8 +412,7 @@ def main() -> int:
     options.bursts = options.bursts or (3 if options.quick else 12)
     options.cache, options.left = kv.bytes_of(options.cache), Budget(options.budget)
     options.model = prepare(logs, SHAPES[options.shape or ("1b" if options.quick else "8b")])
-    # kvcached changes vLLM's first model runner only; all modes have the same.
-    os.environ.update({"VLLM_USE_V2_MODEL_RUNNER": "0"} if set(KVCACHED) & set(options.modes) else {})
+    one_runner(options.modes)
     results = Results("engines", options.out, CASES + STARTS, MODES)
     if at_once := [case for case in options.cases if case in RATES]:
         with cell(results, ", ".join(at_once), logs):

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
 import random
 import statistics
 import sys
@@ -30,7 +28,7 @@ import common
 import engines
 import kv
 import serve
-from common import BenchError, Gpumux, Mode, Results, Worker
+from common import BenchError, Gpumux, Mode, Results
 from memory import cell, started, wait_for
 from residency import Nvml
 
@@ -104,16 +102,6 @@ def device(mode: Mode, count: int) -> tuple[int, int]:
     return one["memory_guaranteeable"] - count * one["context_bytes"], sum(it["in_use"] for tenant in tenants for it in tenant["memory"][:1])
 
 
-def arguments(mode: str, options: argparse.Namespace) -> list[str]:
-    """An engine's arguments."""
-    cache = options.room // options.engines if mode in SPLIT else options.room
-    # kvcached and vLLM differ in what their caches of prefixes keep: none has one.
-    given = {"attention_backend": options.attention, "enforce_eager": True, "kv_cache_memory_bytes": cache, "enable_prefix_caching": False}
-    if mode == "elastic":
-        given["worker_cls"] = "gpumux.vllm.Worker"
-    return [str(options.model), "--memory", str(options.memory), "--context", "8192", "--engine", json.dumps(given)]
-
-
 @contextlib.contextmanager
 def ballast(mode: Mode, size: int, logs: Path) -> Iterator[None]:
     """A program that has so much memory, and keeps it."""
@@ -130,9 +118,9 @@ def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Name
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(engines.mode_of(name, logs))
         managed = isinstance(mode, Gpumux)
-        workers = []
+        workers, cache = [], options.room // options.engines if name in SPLIT else options.room
         for number in range(options.engines):
-            workers.append(Worker(f"engine-{number}", arguments(name, options), mode, "latency", engines.program(name)))
+            workers.append(engines.engine(mode, f"engine-{number}", options, context=8192, kv_cache_memory_bytes=cache, **engines.NO_PREFIXES))
             stack.callback(workers[-1].close)
         for worker in workers:
             engines.ready(worker, options)
@@ -188,8 +176,8 @@ def main() -> int:
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else usual)
     options.room, options.left = kv.bytes_of(options.room), engines.Budget(options.budget)
-    # kvcached changes vLLM's first model runner only; all modes have the same.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    options.eager, options.stand_in = True, False
+    engines.one_runner(options.modes)
     options.model = engines.prepare(logs, engines.LLAMA_3_1B if options.quick else serve.LLAMA_3_8B)
     case = f"{options.engines}-engines"
     results, used, notes = Results("shift", options.out, [case], engines.MODES), dict[bool, int](), list[str]()

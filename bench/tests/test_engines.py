@@ -104,6 +104,26 @@ class Cells(unittest.TestCase):
             with mock.patch.dict("os.environ", {"PYTHONPATH": folder}):
                 self.assertEqual(common.run_quietly(python, *rest[:-1], str(script), "a", "b"), "True __main__ ['a', 'b']")
 
+    def test_round_that_is_not_whole_does_not_count(self) -> None:
+        class Engine(Fake):
+            def __init__(self, bursts: int) -> None:
+                answer = {"first_s": [0.1, 0.2], "last_s": [1.37, 2.0], "tokens": [128, 128]}
+                super().__init__([{"ready": True}, *[answer] * bursts])
+
+            def reply(self, _timeout: float) -> dict:
+                if not self.answers:
+                    raise BenchError("it has ended")
+                return self.answers.pop(0)
+
+        made = {"stock": Engine(9), "elastic": Engine(3)}
+        fake = mock.patch.object(engines, "engine", lambda _mode, name, *_flags, **_more: made[name])
+        modes = mock.patch.object(engines, "mode_of", lambda name, _logs: contextlib.nullcontext(name))
+        with fake, modes, mock.patch.object(engines, "check"), mock.patch.object(engines.common, "say") as said:
+            found = {name: values for _case, name, values, _around in engines.loads(["saturation"], [*made], Path("."), options(bursts=5))}
+        self.assertEqual([it["rounds"] for it in found.values()], [2, 2])
+        self.assertIn("round 2 does not count: it has ended", said.call_args.args[0])
+        self.assertEqual([it.orders[-1] for it in made.values()], ["close"] * 2)
+
     def test_elastic_mode_has_the_worker_class(self) -> None:
         with mock.patch.object(engines, "Worker") as made:
             engines.engine(Mode("elastic", Path(".")), "engine", options())

@@ -65,21 +65,16 @@ class Values(unittest.TestCase):
             self.assertEqual(shift.device(mode, 3), (910, 7))
 
 
-class Modes(unittest.TestCase):
-    def test_fixed_parts_are_equal_and_others_have_all(self) -> None:
-        for mode in shift.engines.MODES:
-            given = json.loads(shift.arguments(mode, OPTIONS)[-1])
-            self.assertEqual(given["kv_cache_memory_bytes"], (2 if mode in ("stock", "gpumux") else 4) << 30)
-            self.assertEqual(given.get("worker_cls"), "gpumux.vllm.Worker" if mode == "elastic" else None)
-
-
 class Fake:
     """A worker with an engine that makes one token of each request a step."""
 
     made: list[str] = []
     silent: set[str] = set()
 
-    def __init__(self, name: str, _arguments: Any, mode: common.Mode, _klass: str, _program: Any) -> None:
+    given: dict[str, Any] = {}
+
+    def __init__(self, name: str, arguments: Any, mode: common.Mode, _klass: str, _program: Any) -> None:
+        self.given[mode.name] = json.loads(arguments[6])
         self.name, self.log, self.answers = name, mode.logs / f"{mode.name}-{name}.log", [{"ready": True}]
         self.made.append(f"{mode.name} {name}")
         self.log.write_text("" if mode.name in self.silent else shift.engines.SAID.get(mode.name, ""))
@@ -107,7 +102,7 @@ class Runs(unittest.TestCase):
     def run_all(self, *arguments: str) -> tuple[int, dict[str, Any], list[str]]:
         Fake.made = []
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(shift, "Worker", Fake))
+            stack.enter_context(mock.patch.object(shift.engines, "Worker", Fake))
             for name in ("Gpumux", "_Kvcached", "_KvcachedGpumux"):
                 stack.enter_context(mock.patch.object(shift.engines, name, Plain))
             stack.enter_context(mock.patch.object(shift, "device", lambda *_: (100 << 30, 20 << 30)))
@@ -128,6 +123,13 @@ class Runs(unittest.TestCase):
         (elastic,) = [it["values"] for it in data["rows"] if it["mode"] == "elastic"]
         self.assertEqual((elastic["taken"], elastic["refused"]), (6, 2))
         self.assertAlmostEqual(elastic["ttft_mean_ms"], 100.0, places=3)
+
+    def test_fixed_parts_are_equal_and_others_have_all(self) -> None:
+        self.run_all("--budget", "1000", "--room", "4GiB")
+        for mode, given in Fake.given.items():
+            self.assertEqual(given["kv_cache_memory_bytes"], (2 if mode in ("stock", "gpumux") else 4) << 30)
+            self.assertEqual(given.get("worker_cls"), "gpumux.vllm.Worker" if mode == "elastic" else None)
+        self.assertEqual([*Fake.given], shift.engines.MODES)
 
     def test_mode_that_is_not_what_it_should_be_is_noted(self) -> None:
         with mock.patch.object(Fake, "silent", {"kvcached"}):
