@@ -45,6 +45,7 @@ mod effort;
 mod groups;
 mod guarantees;
 mod held;
+mod memory;
 mod processes;
 mod tamper;
 
