@@ -46,6 +46,13 @@ class BenchError(Exception):
 # --- statistics ---------------------------------------------------------------------------------
 
 
+def poisson(rng: random.Random, rate: float, begin: float, end: float) -> Iterator[float]:
+    """Arrivals at random moments, so many a second."""
+    at = begin
+    while rate > 0 and (at := at + rng.expovariate(rate)) < end:
+        yield at
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """The smallest value that at least a fraction `q` of all values does not exceed."""
     if not values:

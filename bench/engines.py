@@ -151,9 +151,8 @@ def burst(worker: Worker, options: argparse.Namespace, rate: float = 0.0, seed: 
     options.left.check(10)
     requests, length_s = [[0.0, 128, 128]] * options.requests, options.seconds
     if rate:
-        requests, length_s, rng, at = [], WINDOW_S + options.seconds, random.Random(seed), 0.0
-        while (at := at + rng.expovariate(rate)) < WINDOW_S:
-            requests.append([at, 512, 64])
+        requests = [[at, 512, 64] for at in common.poisson(random.Random(seed), rate, 0.0, WINDOW_S)]
+        length_s += WINDOW_S
     start = time.monotonic() + 0.2
     worker.send(start=start, stop=start + length_s, requests=requests, ends=True)
     answer = worker.reply(length_s + PATIENCE_S)

@@ -53,9 +53,9 @@ class Request(NamedTuple):
 
 def load(model: int, lengths: Sequence[serve.Request], rate: float, seconds: float) -> list[Request]:
     """The requests of a model, the most asked one is 0."""
-    rng, found, at = random.Random(model), list[Request](), 0.0
+    rng, found = random.Random(model), list[Request]()
     busy = -PAUSE_S
-    while (at := at + rng.expovariate(rate / (model + 1))) < seconds:
+    for at in common.poisson(rng, rate / (model + 1), 0.0, seconds):
         one = rng.choice(lengths)
         found.append(Request(at, one.prompt, min(one.output, LONGEST), at - busy >= PAUSE_S))
         busy = at

@@ -262,7 +262,7 @@ def main() -> int:
         # A trace is played to its end.
         traces = {case: max((it.load["length"] for it in of if it.load["type"] == "trace"), default=0) for case, of in cases.items()}
         least = {case: math.ceil(length / seconds) for case, length in traces.items()}
-        plan = rounds.Plan(options.cases, modes, measure, prepare, least, [case for case, length in traces.items() if length])
+        plan = rounds.Plan(options.cases, modes, measure, prepare, least, varies=[case for case, length in traces.items() if length])
         return rounds.run(plan, results, options.budget, options.rounds, notes)
 
 

@@ -52,9 +52,9 @@ def load(number: int, count: int, options: argparse.Namespace, seed: int) -> lis
     rng, found = random.Random(seed * 1000 + number), list[Request]()
     for phase in range(count):
         high = phase == number
-        rate, at = (options.high if high else options.low), phase * options.phase
-        while rate > 0 and (at := at + rng.expovariate(rate)) < (phase + 1) * options.phase:
-            found.append(Request(at, options.prompt, options.output, high))
+        rate, begin = (options.high if high else options.low), phase * options.phase
+        arrivals = common.poisson(rng, rate, begin, begin + options.phase)
+        found += [Request(at, options.prompt, options.output, high) for at in arrivals]
     return found
 
 
@@ -170,13 +170,13 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=128, help="tokens [%(default)s]")
     parser.add_argument("--memory", type=float, default=0.2, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
+    parser.set_defaults(eager=True, stand_in=False)
     options = parser.parse_args()
     logs = common.begin(options)
     for name, usual, quick in (("engines", 3, 2), ("phase", 20.0, 8.0), ("rounds", 3, 1), ("room", "12GiB", "3GiB"), ("high", 8.0, 12.0)):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else usual)
     options.room, options.left = kv.bytes_of(options.room), engines.Budget(options.budget)
-    options.eager, options.stand_in = True, False
     engines.one_runner(options.modes)
     options.model = engines.prepare(logs, engines.LLAMA_3_1B if options.quick else serve.LLAMA_3_8B)
     case = f"{options.engines}-engines"

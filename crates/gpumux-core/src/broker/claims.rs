@@ -580,7 +580,7 @@ impl Broker {
         first: &BTreeSet<TenantId>,
     ) -> Vec<Offer> {
         let (uuid, missing) = lack;
-        let lack = (uuid, missing, self.without_those_away(uuid));
+        let lack = (uuid, missing, self.could_be_free(uuid));
         let mut offers: Vec<Offer> = (self.tenants.iter())
             .filter(|(id, _)| **id != claim.tenant)
             .filter_map(|(id, tenant)| self.offer(now, claim, lack, first, *id, tenant))
@@ -590,7 +590,7 @@ impl Broker {
     }
 
     /// What is free of a device, and what tenants that cannot run have there.
-    fn without_those_away(&self, uuid: &str) -> u64 {
+    fn could_be_free(&self, uuid: &str) -> u64 {
         let away = (self.tenants.iter()).filter(|(_, it)| matches!(it.place, Place::Away { .. }));
         let theirs = away.map(|(id, _)| self.accounting.entry(*id, uuid).holding.movable);
         let free = (self.accounting.ledger(uuid)).map_or(0, crate::ledger::Ledger::free);

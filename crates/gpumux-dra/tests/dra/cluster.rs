@@ -66,10 +66,7 @@ async fn with_devices(devices: u32) -> (Machine, Node, gpumux_dra::Driver, Kubel
         },
         ..base
     };
-    let registry = config.places.registry.clone();
-    let driver = start(config, node.api.client.clone()).await.unwrap();
-    let kubelet = Kubelet::register(&registry).await;
-    node.api.until_published().await;
+    let (driver, kubelet) = node.start_with(config).await;
     (machine, node, driver, kubelet)
 }
 
@@ -144,10 +141,7 @@ async fn one_request_for_two_gpus_is_one_tenant_that_sees_both() {
     let mut node = Node::new().await;
     let mut config = node.config();
     config.inventory = Inventory::Fixed(vec![device(0), device(1)]);
-    let registry = config.places.registry.clone();
-    let driver = start(config, node.api.client.clone()).await.unwrap();
-    let kubelet = Kubelet::register(&registry).await;
-    node.api.until_published().await;
+    let (driver, kubelet) = node.start_with(config).await;
     let request = json!([{"name": "gpu", "exactly": {"deviceClassName": "gpumux-guaranteed", "count": 2,
         "capacity": {"requests": {"compute": "500"}}}}]);
     let claim = allocated(&mut node, "two", request);

@@ -53,10 +53,7 @@ fn config(machine: &Machine, node: &Node) -> Config {
 
 async fn driver(machine: &Machine, node: &Node) -> (gpumux_dra::Driver, Kubelet) {
     let config = config(machine, node);
-    let registry = config.places.registry.clone();
-    let driver = start(config, node.api.client.clone()).await.unwrap();
-    let kubelet = Kubelet::register(&registry).await;
-    node.api.until_published().await;
+    let (driver, kubelet) = node.start_with(config).await;
     (driver, kubelet)
 }
 
@@ -254,10 +251,7 @@ async fn instance_that_others_made_meanwhile_is_not_taken() {
         },
         ..config(&machine, &node)
     };
-    let registry = config.places.registry.clone();
-    let driver = start(config, node.api.client.clone()).await.unwrap();
-    let kubelet = Kubelet::register(&registry).await;
-    node.api.until_published().await;
+    let (driver, kubelet) = node.start_with(config).await;
     let claim = claim(&mut node, "a", "1g.10gb");
     assert_eq!(allocated(&node, &claim), "gpu-0-mig-1g-10gb-at-0");
     let error = kubelet.prepare_one(&claim).await.unwrap_err();

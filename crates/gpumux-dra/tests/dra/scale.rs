@@ -2,12 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use gpumux_dra::{inventory::Inventory, proto::v1, slices, start};
+use gpumux_dra::{inventory::Inventory, proto::v1, slices};
 use serde_json::json;
 
 use crate::support::{
     api::Api,
-    kubelet::Kubelet,
     node::{Node, device},
 };
 
@@ -19,15 +18,8 @@ async fn full_node_asks_the_api_server_little_and_idle_nothing() {
     let mut node = Node::new().await;
     let mut config = node.config();
     config.inventory = Inventory::Fixed((0..8).map(device).collect());
-    let registry = config.places.registry.clone();
-    let driver = start(config, node.api.client.clone()).await.unwrap();
-    let kubelet = Kubelet::register(&registry).await;
-    node.api.until_published().await;
-    let make = |node: &mut Node, n: usize| {
-        let name = format!("c{n}");
-        node.claim(&name, "gpumux-preemptible", json!({"memory": "3Gi"}), None)
-    };
-    let claims: Vec<v1::Claim> = (0..CLAIMS).map(|n| make(&mut node, n)).collect();
+    let (driver, kubelet) = node.start_with(config).await;
+    let claims = node.claims(CLAIMS, "gpumux-preemptible", &json!({"memory": "3Gi"}));
     let before = node.api.all_calls();
     for claim in &claims {
         kubelet.prepare_one(claim).await.unwrap();

@@ -7,20 +7,8 @@ async fn two_hundred_tenants_on_eight_gpus() {
     let mut node = Node::new().await;
     let mut config = node.config();
     config.inventory = Inventory::Fixed((0..8).map(device).collect());
-    let registry = config.places.registry.clone();
-    let driver = start(config, node.api.client.clone()).await.unwrap();
-    let kubelet = Kubelet::register(&registry).await;
-    node.api.until_published().await;
-    let claims: Vec<_> = (0..200)
-        .map(|n| {
-            node.claim(
-                &format!("c{n}"),
-                "gpumux-preemptible",
-                json!({"memory": "3Gi"}),
-                None,
-            )
-        })
-        .collect();
+    let (driver, kubelet) = node.start_with(config).await;
+    let claims = node.claims(200, "gpumux-preemptible", &json!({"memory": "3Gi"}));
     let mut shares = tokio::task::JoinSet::new();
     for pods in claims.chunks(5) {
         let (pods, endpoint) = (pods.to_vec(), kubelet.endpoint.clone());

@@ -69,16 +69,7 @@ async fn a_full_disk_leaves_nothing_and_lets_claims_go() {
         return;
     };
     let (driver, kubelet) = node.start().await;
-    let claims: Vec<_> = (0..8)
-        .map(|n| {
-            node.claim(
-                &format!("c{n}"),
-                "gpumux-guaranteed",
-                json!({"compute": "10"}),
-                None,
-            )
-        })
-        .collect();
+    let claims = node.claims(8, "gpumux-guaranteed", &json!({"compute": "10"}));
     let there = &claims[7];
     kubelet.prepare_one(there).await.unwrap();
     for (disk, message) in [

@@ -113,12 +113,23 @@ impl Node {
 
     /// Starts the driver and registers it with the kubelet.
     pub async fn start(&self) -> (gpumux_dra::Driver, Kubelet) {
-        let config = self.config();
+        self.start_with(self.config()).await
+    }
+
+    /// The same with another configuration.
+    pub async fn start_with(&self, config: Config) -> (gpumux_dra::Driver, Kubelet) {
         let registry = config.places.registry.clone();
         let driver = start(config, self.api.client.clone()).await.unwrap();
         let kubelet = Kubelet::register(&registry).await;
         self.api.until_published().await;
         (driver, kubelet)
+    }
+
+    /// So many claims, `c0` and on.
+    pub fn claims(&mut self, count: usize, class: &str, capacity: &Value) -> Vec<v1::Claim> {
+        (0..count)
+            .map(|n| self.claim(&format!("c{n}"), class, capacity.clone(), None))
+            .collect()
     }
 
     /// A claim of half a GPU.
