@@ -34,6 +34,7 @@ from residency import Nvml
 
 SPLIT = {"stock", "gpumux"}
 SETTLED_S = 1.0  # Reports to the daemon are up to 50 ms old.
+WARM, WARM_S = 6, 30.0  # requests that fill vLLM's largest step
 # A lease may be so much larger than what is in it; what the driver keeps for one process.
 LEASE, CONTEXT = 64 << 20, 600 << 20
 
@@ -84,7 +85,7 @@ def row(rounds: Sequence[dict[str, list[float]]]) -> dict[str, float]:
 
 
 def rest(usable: int, used: int, room: int, mode: str, count: int) -> int:
-    """Bytes that the other program has, where `used` are those of all `count` engines without KV caches."""
+    """Bytes that the other program has, where `used` are those of all `count` engines that have served requests, without KV caches."""
     # kvcached leaves 1% of the device free.
     size = usable - used - room - count * LEASE - (usable // 99 if mode.startswith("kvcached") else 0)
     if size < 0:
@@ -113,6 +114,17 @@ def ballast(mode: Mode, size: int, logs: Path) -> Iterator[None]:
         yield
 
 
+def warm(workers: Sequence[engines.Worker], options: argparse.Namespace) -> None:
+    """A few requests: kernels are compiled, and PyTorch has got what steps need beside the KV cache, and keeps it."""
+    options.left.check(WARM_S)
+    start = time.monotonic() + 0.3
+    for worker in workers:
+        worker.send(start=start, stop=start + WARM_S, requests=[(0.0, options.prompt, 2)] * WARM, ends=True)
+    for worker in workers:
+        if min(worker.reply(WARM_S + common.REPLY_S)["tokens"]) < 2:
+            raise BenchError(f"{worker.name} did not serve {WARM} requests within {WARM_S:.0f} s: see {worker.log}")
+
+
 def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Namespace) -> dict[str, float]:
     """The values of a mode. `used` has the bytes of all engines without KV caches, without and with gpumux, once they are known."""
     with contextlib.ExitStack() as stack:
@@ -125,6 +137,7 @@ def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Name
         for worker in workers:
             engines.ready(worker, options)
             engines.check(name, worker)
+        warm(workers, options)
         time.sleep(SETTLED_S)
         usable, now = device(mode, options.engines + 1)
         if managed not in used:

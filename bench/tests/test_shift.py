@@ -70,11 +70,11 @@ class Fake:
 
     made: list[str] = []
     silent: set[str] = set()
-
+    slow: set[str] = set()
     given: dict[str, Any] = {}
 
     def __init__(self, name: str, arguments: Any, mode: common.Mode, _klass: str, _program: Any) -> None:
-        self.given[mode.name] = json.loads(arguments[6])
+        self.given[mode.name], self.mode = json.loads(arguments[6]), mode.name
         self.name, self.log, self.answers = name, mode.logs / f"{mode.name}-{name}.log", [{"ready": True}]
         self.made.append(f"{mode.name} {name}")
         self.log.write_text("" if mode.name in self.silent else shift.engines.SAID.get(mode.name, ""))
@@ -84,8 +84,10 @@ class Fake:
             self.answers.append({"taken": 3, "refused": 1})
             return
         requests = order["requests"]
+        self.made.append(f"{self.name} serves {len(requests)}")
         at = [it[0] for it in requests]
-        self.answers.append({"first_s": [it + 0.1 for it in at], "last_s": [it + 0.4 for it in at], "tokens": [it[2] for it in requests]})
+        tokens = [0 if self.mode in self.slow else it[2] for it in requests]
+        self.answers.append({"first_s": [it + 0.1 for it in at], "last_s": [it + 0.4 for it in at], "tokens": tokens})
 
     def reply(self, _timeout: float) -> Any:
         return self.answers.pop(0)
@@ -105,7 +107,7 @@ class Runs(unittest.TestCase):
             stack.enter_context(mock.patch.object(shift.engines, "Worker", Fake))
             for name in ("Gpumux", "_Kvcached", "_KvcachedGpumux"):
                 stack.enter_context(mock.patch.object(shift.engines, name, Plain))
-            stack.enter_context(mock.patch.object(shift, "device", lambda *_: (100 << 30, 20 << 30)))
+            stack.enter_context(mock.patch.object(shift, "device", lambda *_: Fake.made.append("device") or (100 << 30, 20 << 30)))
             stack.enter_context(mock.patch.object(shift, "SETTLED_S", 0))
             stack.enter_context(mock.patch.object(shift, "ballast", lambda *_: contextlib.nullcontext()))
             stack.enter_context(mock.patch.object(common, "say"))
@@ -130,6 +132,17 @@ class Runs(unittest.TestCase):
             self.assertEqual(given["kv_cache_memory_bytes"], (2 if mode in ("stock", "gpumux") else 4) << 30)
             self.assertEqual(given.get("worker_cls"), "gpumux.vllm.Worker" if mode == "elastic" else None)
         self.assertEqual([*Fake.given], shift.engines.MODES)
+
+    def test_memory_is_looked_at_when_steps_have_what_they_need(self) -> None:
+        _code, _data, made = self.run_all("--modes", "stock")
+        warm = [f"engine-{number} serves {shift.WARM}" for number in range(2)]
+        self.assertEqual(made[:5], ["stock engine-0", "stock engine-1", *warm, "device"])
+
+    def test_engine_that_serves_nothing_at_first_is_noted(self) -> None:
+        with mock.patch.object(Fake, "slow", {"stock"}):
+            code, data, _made = self.run_all("--modes", "stock,gpumux")
+        self.assertEqual((code, [it["mode"] for it in data["rows"]]), (1, ["gpumux"]))
+        self.assertIn("stock: engine-0 did not serve", data["note"])
 
     def test_mode_that_is_not_what_it_should_be_is_noted(self) -> None:
         with mock.patch.object(Fake, "silent", {"kvcached"}):
