@@ -1,14 +1,14 @@
 """Many models on one card: vLLM engines (random weights, Llama-3-8B's shape), asked by a skewed load. Which of them have their memory on the card changes with it.
 
 Cases are numbers of models, such as `6`. All that do not fit on the card need room on the host. The k-th one is asked `--rate` ÷ k times a second at random moments, with the lengths of a recorded trace (`--trace`, as for
-serve.py). The load is the same in all modes; that of fewer models is a part of it.
+serve.py). The load is the same in all modes; that of fewer models is a part of it. In each of `--rounds` it comes at other moments.
 
 Modes: `stock` (all are on the card, where they fit; of one model it is a card of its own), `sleep` (vLLM's sleep mode, level 1, without gpumux: the
 benchmark says which engines are awake, as a router of a fleet does: as many as fit, and a model that is asked takes the place of the one that has been idle for the longest, or of the
 one that has been awake for the longest once its requests are done), `gpumux` (`gpumux run` and no more). In `sleep` engines start few at a time, since each needs room.
 
 Values: `attainment`, the part of all requests that meet TTFT_MS and TPOT_MS (an unfinished one does not); `goodput_per_s` of them; `ttft_*`, `tpot_*`; `first_p50_ms`, `first_p99_ms`: times to the
-first token of requests before which their model had none for PAUSE_S or more; `awake`, engines that `sleep` has on the card at once; `ready_s`, until all engines were there.
+first token of requests before which their model had none for PAUSE_S or more; `awake`, engines that `sleep` has on the card at once; `ready_s`, until all engines were there; `rounds`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import common
 import engines
 import kv
 import rooms
+import rounds
 import serve
 from common import BenchError, Gpumux, Mode, Results, Worker
 from memory import cell
@@ -51,9 +52,9 @@ class Request(NamedTuple):
     paused: bool
 
 
-def load(model: int, lengths: Sequence[serve.Request], rate: float, seconds: float) -> list[Request]:
-    """The requests of a model, the most asked one is 0."""
-    rng, found = random.Random(model), list[Request]()
+def load(model: int, lengths: Sequence[serve.Request], rate: float, seconds: float, number: int = 0) -> list[Request]:
+    """The requests of a model in a round; the most asked one is 0."""
+    rng, found = random.Random(1000 * number + model), list[Request]()
     busy = -PAUSE_S
     for at in common.poisson(rng, rate / (model + 1), 0.0, seconds):
         one = rng.choice(lengths)
@@ -62,18 +63,29 @@ def load(model: int, lengths: Sequence[serve.Request], rate: float, seconds: flo
     return found
 
 
-def values(came: Sequence[Sequence[Request]], answers: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Of all models together. A request without a token counts with the time that it waited until the end."""
+class Answer(NamedTuple):
+    """What became of a request: seconds from the start of its round until its first and last token, if any, and tokens made."""
+
+    first: float | None
+    last: float
+    made: int
+
+
+Round = Sequence[tuple[Request, Answer]]
+
+
+def values(played: Sequence[Round], seconds: float) -> dict[str, float]:
+    """Of all models together. A request without a token counts with the time that it waited until the end of its round, which has so many seconds."""
     ttft, first, tpot, good = list[float](), list[float](), list[float](), 0
-    for requests, answer in zip(came, answers, strict=True):
-        for one, begin, end, made in zip(requests, answer["first_s"], answer["last_s"], answer["tokens"], strict=True):
+    for requests in played:
+        for one, (begin, end, made) in requests:
             ttft.append(((seconds if begin is None else begin) - one.at) * 1e3)
             first += ttft[-1:] if one.paused else []
             tpot += [(end - begin) / (made - 1) * 1e3] if made > 1 else []
             good += made >= one.output and ttft[-1] <= TTFT_MS and (made == 1 or tpot[-1] <= TPOT_MS)
     if not tpot:
         raise BenchError("no request had two tokens")
-    found = {"attainment": good / len(ttft), "goodput_per_s": good / seconds, "requests": float(len(ttft))}
+    found = {"attainment": good / len(ttft), "goodput_per_s": good / (seconds * len(played)), "requests": float(len(ttft))}
     for name, times in (("ttft", ttft), ("first", first), ("tpot", tpot)):
         found |= {f"{name}_p50_ms": common.quantile(times, 0.5), f"{name}_p99_ms": common.quantile(times, 0.99)} if times else {}
     return found
@@ -132,17 +144,29 @@ def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> 
         yield workers, said
 
 
-def measure(name: str, models: int, lengths: Sequence[serve.Request], logs: Path, options: argparse.Namespace) -> dict[str, float]:
-    """The values of a mode with so many models."""
+def once(workers: Sequence[Worker], number: int, lengths: Sequence[serve.Request], seconds: float, stop_s: float, rate: float) -> Round:
+    """One round."""
+    came = [load(model, lengths, rate, seconds, number) for model in range(len(workers))]
+    start = time.monotonic() + 0.5
+    for worker, requests in zip(workers, came, strict=True):
+        worker.send(start=start, stop=start + stop_s, requests=[it[:3] for it in requests])
+    answers = [worker.reply(stop_s + common.REPLY_S) for worker in workers]
+    columns = [[it["first_s"], it["last_s"], it["tokens"]] for it in answers]
+    return [(one, Answer(*it)) for requests, given in zip(came, columns, strict=True) for one, *it in zip(requests, *given, strict=True)]
+
+
+def measure(name: str, models: int, lengths: Sequence[serve.Request], logs: Path, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """The values of a mode with so many models, and their intervals where there are enough rounds."""
     with started(name, models, logs, options) as (workers, said):
-        came = [load(number, lengths, options.rate, options.seconds) for number in range(len(workers))]
-        stop_s = options.seconds + options.drain
+        stop_s, found = options.seconds + options.drain, list[Round]()
         options.left.check(stop_s + 5)
-        start = time.monotonic() + 0.5
-        for worker, requests in zip(workers, came, strict=True):
-            worker.send(start=start, stop=start + stop_s, requests=[it[:3] for it in requests])
-        answers = [worker.reply(stop_s + common.REPLY_S) for worker in workers]
-        return values(came, answers, stop_s) | said
+        while len(found) < options.rounds and options.left.lasts(stop_s + 5):
+            found.append(once(workers, len(found), lengths, options.seconds, stop_s, options.rate))
+        made, around = values(found, stop_s), dict[str, list[float]]()
+        if len(found) >= rounds.LEAST:
+            pooled = lambda times: [one for one, n in zip(found, times) for _ in range(n)]  # noqa: E731
+            around = {key: rounds.interval(lambda times, key=key: values(pooled(times), stop_s)[key], len(found)) for key in made if key != "requests"}
+        return made | said | {"rounds": float(len(found))}, around
 
 
 def cells(text: str) -> list[tuple[int, str]]:
@@ -162,7 +186,8 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, required=True, help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens")
     parser.add_argument("--cells", type=cells, default=cells(CELLS), help=f"numbers of models, each with a mode [{CELLS}]")
     parser.add_argument("--rate", type=float, default=0.4, help="requests a second of the most asked model [%(default)s]")
-    parser.add_argument("--seconds", type=float, default=60.0, help="in which requests come [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a round, in which requests come [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=5, help="in each cell [%(default)s]")
     parser.add_argument("--drain", type=float, default=30.0, help="seconds after them, until all could be done [%(default)s]")
     parser.add_argument("--cache", default="2GiB", help="of an engine's KV cache [%(default)s]")
     parser.add_argument("--memory", type=float, default=0.2, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
@@ -181,7 +206,7 @@ def main() -> int:
     for models, name in options.cells:
         with cell(results, f"{models}, {name}", logs):
             options.left.check(60)
-            results.add(str(models), name, measure(name, models, lengths, logs, options))
+            results.add(str(models), name, *measure(name, models, lengths, logs, options))
     return results.finish()
 
 

@@ -28,6 +28,7 @@ class Loads(unittest.TestCase):
         counts = [len(it) for it in loads]
         self.assertTrue(350 < counts[0] < 450 and 60 < counts[3] < 140, counts)
         self.assertEqual(loads[1], many.load(1, LENGTHS, 2.0, 200.0))
+        self.assertNotEqual(loads[1], many.load(1, LENGTHS, 2.0, 200.0, 1), "another round has other moments")
         self.assertEqual({it.output for it in loads[0]}, {many.LONGEST, 4})
 
     def test_request_after_a_pause_is_one_after_a_pause(self) -> None:
@@ -38,16 +39,22 @@ class Loads(unittest.TestCase):
 
 class Values(unittest.TestCase):
     def test_slow_and_unfinished_requests_do_not_count_as_good(self) -> None:
-        came = [[many.Request(1.0, 8, 2, True), many.Request(2.0, 8, 2, False), many.Request(3.0, 8, 2, True), many.Request(4.0, 8, 3, True)]]
-        answers = [{"first_s": [1.5, 13.0, 3.1, None], "last_s": [1.55, 13.05, 3.9, None], "tokens": [2, 2, 2, 0]}]
-        found = many.values(came, answers, 20.0)
+        came = [many.Request(1.0, 8, 2, True), many.Request(2.0, 8, 2, False), many.Request(3.0, 8, 2, True), many.Request(4.0, 8, 3, True)]
+        answers = [many.Answer(1.5, 1.55, 2), many.Answer(13.0, 13.05, 2), many.Answer(3.1, 3.9, 2), many.Answer(None, 0.0, 0)]
+        found = many.values([list(zip(came, answers))], 20.0)
         self.assertEqual((found["attainment"], found["requests"]), (0.25, 4.0))
         self.assertEqual(found["ttft_p99_ms"], 16_000.0, "it has waited until the end")
         self.assertAlmostEqual(found["first_p50_ms"], 500.0)
 
     def test_run_without_tokens_fails(self) -> None:
         with self.assertRaises(BenchError):
-            many.values([[many.Request(1.0, 8, 2, True)]], [{"first_s": [None], "last_s": [None], "tokens": [0]}], 20.0)
+            many.values([[(many.Request(1.0, 8, 2, True), many.Answer(None, 0.0, 0))]], 20.0)
+
+    def test_rounds_count_together(self) -> None:
+        one = [(many.Request(1.0, 8, 2, True), many.Answer(1.5, 1.55, 2))]
+        two = [(many.Request(1.0, 8, 2, True), many.Answer(1.1, 1.15, 2))]
+        found = many.values([one, two, two], 20.0)
+        self.assertEqual((found["requests"], round(found["goodput_per_s"], 6), round(found["first_p50_ms"])), (3.0, 0.05, 100))
 
     def test_sleeping_engines_take_room_too(self) -> None:
         gib = 1 << 30
@@ -99,9 +106,11 @@ class Runs(unittest.TestCase):
             stack.enter_context(mock.patch.dict("os.environ"))
             self.assertEqual(many.main(), 0)
             (file,) = Path(folder).glob("many-*.json")
-            rows = {(it["case"], it["mode"]): it["values"] for it in json.loads(file.read_text())["rows"]}
+            data = json.loads(file.read_text())["rows"]
+        rows = {(it["case"], it["mode"]): it["values"] for it in data}
         self.assertEqual([*rows], [("1", "stock"), ("8", "sleep"), ("8", "gpumux")])
         self.assertEqual((rows["8", "sleep"]["awake"], {it["attainment"] for it in rows.values()}), (3.0, {1.0}))
+        self.assertEqual(({it["rounds"] for it in rows.values()}, data[1]["interval"]["attainment"]), ({5.0}, [1.0, 1.0]))
         self.assertEqual(max(Fake.starts[1:9]), 3 * 18 + 4 * 2, "of those that sleep, the first shows how many fit; then three start at a time")
 
     def test_cells_are_checked(self) -> None:
