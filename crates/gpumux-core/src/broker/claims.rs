@@ -3,15 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, MoveError,
-    Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM,
-    TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
+    ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, Order, PATIENCE,
+    PATIENCE_FOR_TURNS, Pending, Place, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM, TRIM_HEDGE,
+    TRIM_PAUSE, Tenant, TenantId,
     model::{Age, Mutation, ProcessId, Step, Why},
     turn,
 };
 use crate::{
     Class,
-    ledger::{Denied, EXTRA},
+    ledger::{Denied, EXTRA, HostFull},
 };
 
 /// A tenant of a lower class takes the memory of one of a higher only after so many turns: between them memory is divided
@@ -403,15 +403,19 @@ impl Broker {
             }
             // A process that asks for memory will often ask for more.
             let ahead = claim.ask.map_or(0, |_| step);
-            let victims =
-                choose(missing.saturating_add(ahead), &offers).or_else(|| choose(missing, &offers));
-            match victims {
+            match self.victims(uuid, (missing, ahead), &offers) {
                 Some(victims) => {
                     for (victim, part) in victims {
                         chosen.entry(victim).or_default().insert(uuid.clone(), part);
                     }
                 }
                 None => collecting = false,
+            }
+        }
+        if let (true, Err(full)) = (collecting, self.reserve_host(&chosen)) {
+            collecting = self.has(Mutation::MoveInVain);
+            if !collecting {
+                self.leave(now, std::mem::take(&mut chosen), full, out);
             }
         }
         if self.has(Mutation::TakeComing) || collecting {
@@ -439,6 +443,42 @@ impl Broker {
         collecting
     }
 
+    /// The tenants that give what is missing of a device and, if the host has room for that, more; none if they do not suffice.
+    fn victims(
+        &self,
+        uuid: &str,
+        (missing, ahead): (u64, u64),
+        offers: &[Offer],
+    ) -> Option<Vec<(TenantId, u64)>> {
+        let fits = |victims: &Vec<(TenantId, u64)>| {
+            let parts = victims
+                .iter()
+                .map(|(id, part)| (*id, [(uuid.to_owned(), *part)].into()));
+            self.host
+                .room_after(&self.victims_needs(&parts.collect()))
+                .is_ok()
+        };
+        let more = choose(missing.saturating_add(ahead), offers).filter(fits);
+        more.or_else(|| choose(missing, offers))
+    }
+
+    /// The host has no room for all that these are to move: they are left alone for a while, and others may need less. To move some of them would help nobody.
+    fn leave(
+        &mut self,
+        now: Micros,
+        victims: BTreeMap<TenantId, BTreeMap<String, u64>>,
+        full: HostFull,
+        out: &mut Vec<Command>,
+    ) {
+        for id in victims.into_keys() {
+            self.drop_unused(now, id, out);
+            if let Some(victim) = self.tenants.get_mut(&id) {
+                victim.not_before = now + LOOK;
+            }
+            out.push(Command::Failed(id, full.into()));
+        }
+    }
+
     /// Moves a victim away, or leaves it alone for a while.
     fn move_away(
         &mut self,
@@ -459,16 +499,10 @@ impl Broker {
             (self.tenants.values_mut()).for_each(|it| it.most.clear());
         }
         if let Err(error) = moved {
-            let full = matches!(error, MoveError::HostFull(_));
-            if full {
-                self.drop_unused(now, victim, out);
+            if let Some(tenant) = self.tenants.get_mut(&victim) {
+                tenant.failed(now, self.mutation);
             }
-            match self.tenants.get_mut(&victim) {
-                // That is not the victim's doing; another may need less.
-                Some(tenant) if full => tenant.not_before = now + LOOK,
-                Some(tenant) => tenant.failed(now, self.mutation),
-                None => {}
-            }
+            self.free_host(victim);
             out.push(Command::Failed(victim, error));
         }
     }

@@ -132,4 +132,6 @@ pub enum Mutation {
     FreeWithoutSession,
     /// Tenants that wait for more memory take from each other what they have.
     ExchangeAmongWaiting,
+    /// Of several victims some are moved although the host has no room for all.
+    MoveInVain,
 }

@@ -10,7 +10,7 @@ use super::{
     model::{Gates, Leaving, Mutation, ProcessId, Round, Step, Why},
     no_process,
 };
-use crate::ledger::Kind;
+use crate::ledger::{HostFull, Kind};
 
 impl Broker {
     fn processes_of(&self, id: TenantId) -> BTreeSet<ProcessId> {
@@ -135,6 +135,32 @@ impl Broker {
             let least = self.apportion(&self.processes_of(id), &parts);
             self.host.room_after(&self.all_host_needs(&least)).is_ok()
         }
+    }
+
+    /// Host memory that the processes of these tenants need at least, and when all of what they have moves, if they move so much.
+    pub(super) fn victims_needs(
+        &self,
+        victims: &BTreeMap<TenantId, BTreeMap<String, u64>>,
+    ) -> BTreeMap<u64, (u64, u64)> {
+        let mut needs = BTreeMap::new();
+        for (victim, parts) in victims {
+            let least = self.apportion(&self.processes_of(*victim), parts);
+            needs.extend(self.all_host_needs(&least));
+        }
+        needs
+    }
+
+    /// Lets all of these tenants have the host memory that they need to move so much.
+    ///
+    /// # Errors
+    /// When there is no room for all of it; then nothing changes.
+    pub(super) fn reserve_host(
+        &mut self,
+        victims: &BTreeMap<TenantId, BTreeMap<String, u64>>,
+    ) -> Result<(), HostFull> {
+        let needs = self.victims_needs(victims).into_iter();
+        let needs = needs.map(|(id, (need, _))| (id, (need, need)));
+        self.host.reserve(&needs.collect(), HOST_PIECE).map(drop)
     }
 
     /// A process asks for more while it makes host memory for a move: what it is granted may move too. Whether the host has room
@@ -482,7 +508,7 @@ impl Broker {
     }
 
     /// Takes back host memory that was allowed for a move and is not used.
-    fn free_host(&mut self, id: TenantId) {
+    pub(super) fn free_host(&mut self, id: TenantId) {
         if self.has(Mutation::KeepReservation) {
             return;
         }

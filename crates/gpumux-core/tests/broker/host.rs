@@ -122,3 +122,33 @@ fn memory_that_is_on_the_host_counts_for_the_next_daemon() {
         "{answer:?}"
     );
 }
+
+/// What does not fit the device: 19.2 of 77 GiB. The largest return needs more room on the host than is left beside that.
+#[test]
+pub(crate) fn no_tenant_is_moved_where_the_host_has_no_room_for_all_that_must_go() {
+    let mut world = World::with_host(60 * GIB, 28 * GIB);
+    for (id, all) in [(3, 26), (4, 20), (1, 17), (2, 14)] {
+        world.tenant(id, Class::Latency, 0);
+        assert_eq!(world.allocate(id, all * GIB), all * GIB);
+    }
+    (1..=4).for_each(|id| world.set_busy(id, true));
+    world.run_for(Micros::from_secs(60));
+    world.moves.clear();
+    for _ in 0..2000 {
+        world.run_for(Micros::from_millis(100));
+        for id in (1..=4).filter(|id| !world.is_home(*id)).collect::<Vec<_>>() {
+            world.event(Event::Waits(ProcessId(id)));
+        }
+    }
+    assert_eq!(world.moves, []);
+}
+
+#[test]
+fn host_has_room_for_what_a_request_needs_but_not_for_more() {
+    let usable = World::new(10 * GIB).broker.lines()[0].free;
+    let mut world = World::with_host(10 * GIB, 16 * GIB - usable + HOST_PIECE);
+    for id in [1, 2] {
+        world.tenant(id, Class::Standard, 0);
+        assert_eq!(world.allocate(id, 8 * GIB), 8 * GIB);
+    }
+}

@@ -18,7 +18,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 25] = [
+    let all: [(Mutation, fn()); 26] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -95,6 +95,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::ExchangeAmongWaiting,
             turns::two_that_wait_for_a_third_do_not_exchange_their_memory_without_end,
+        ),
+        (
+            Mutation::MoveInVain,
+            host::no_tenant_is_moved_where_the_host_has_no_room_for_all_that_must_go,
         ),
         (
             Mutation::SessionBeginsAnew,
