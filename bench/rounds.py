@@ -298,6 +298,8 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
             if not prepared:
                 begin = time.monotonic()
                 plan.prepare(case)
+                if "alone" not in plan.modes:
+                    raise BenchError(f"{case}: {' '.join(notes)}")
                 prepared, preparation = True, max(preparation, time.monotonic() - begin)
             begin, number = time.monotonic(), len(rounds)
             one: Round = {"case": case, "round": number, "noise": 0.0, "varies": case in plan.varies, "failed": {}, "cells": {}}

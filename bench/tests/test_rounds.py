@@ -190,6 +190,15 @@ class Driver(unittest.TestCase):
         self.assertEqual(rounds.run(rounds.Plan(["a"], modes, self.measure), self.results(), 60, notes=notes), 1)
         self.assertEqual(json.loads(self.results().path.read_text())["note"], "gpumux could not run a: no GPU.")
 
+    def test_case_that_no_mode_can_run_ends_the_call_and_says_why(self) -> None:
+        def have(case: str, mode: str) -> None:
+            raise common.BenchError("no room")
+
+        modes, notes = list(MODES), list[str]()
+        plan = rounds.Plan(["a"], modes, self.measure, lambda case: rounds.prepare(case, modes, have, notes))
+        with self.assertRaisesRegex(common.BenchError, "alone could not run a: no room"):
+            rounds.run(plan, self.results(), 60, notes=notes)
+
     def test_alone_is_in_every_round(self) -> None:
         with self.assertRaisesRegex(common.BenchError, "alone"):
             rounds.run(rounds.Plan(["a"], ["gpumux"], self.measure), self.results(), 60)

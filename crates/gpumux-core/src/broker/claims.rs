@@ -462,7 +462,7 @@ impl Broker {
         more.or_else(|| choose(missing, offers))
     }
 
-    /// The host has no room for all that these are to move: they are left alone for a while, and others may need less. To move some of them would help nobody.
+    /// The host has no room for all that these are to move: they are left alone for a while, and others may need less. Moving some of them would not serve the claim.
     fn leave(
         &mut self,
         now: Micros,
