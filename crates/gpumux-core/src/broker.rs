@@ -408,6 +408,8 @@ pub struct Standing {
     pub waits: bool,
     /// A process of it does not answer in the middle of a move.
     pub stuck: bool,
+    /// It waits, and the host had no room for what others would have had to move for it.
+    pub host_full: Option<HostFull>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -436,6 +438,8 @@ struct Tenant {
     passed: Option<Age>,
     /// It was moved before its turn was over, although it did not rest, or waited for memory, and is not back yet.
     gave_way: bool,
+    /// Others could not be moved for it, since the host had no room for that.
+    host_full: Option<HostFull>,
     /// By device: the most that it had and asked for since the last tenant was moved for room.
     most: BTreeMap<String, u64>,
     /// Moves of it to the host that failed in a row, and when the next may be tried.
@@ -526,6 +530,7 @@ impl Tenant {
             moved_before: 0,
             passed: None,
             gave_way: false,
+            host_full: None,
             most: BTreeMap::new(),
             failures: 0,
             not_before: Micros::ZERO,
@@ -1162,15 +1167,17 @@ impl Broker {
     pub fn standings(&self) -> impl Iterator<Item = (TenantId, Standing)> {
         self.tenants.iter().map(|(id, tenant)| {
             let late = |round: &Round| round.late;
+            let waits = tenant.wants_since.is_some()
+                || matches!(tenant.place, Place::Returning(_))
+                || self.has_asked(*id);
             let standing = Standing {
                 swapped_out: match &tenant.place {
                     Place::Home => false,
                     Place::Leaving(leaving) => !leaving.drops(),
                     Place::Away { .. } | Place::Returning(_) => true,
                 },
-                waits: tenant.wants_since.is_some()
-                    || matches!(tenant.place, Place::Returning(_))
-                    || self.has_asked(*id),
+                waits,
+                host_full: tenant.host_full.filter(|_| waits),
                 stuck: match &tenant.place {
                     Place::Leaving(leaving) => late(&leaving.round),
                     Place::Returning(round) => late(round),

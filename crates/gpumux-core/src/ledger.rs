@@ -361,6 +361,13 @@ pub struct HostFull {
     pub limit: u64,
 }
 
+impl HostFull {
+    /// Bytes by which the limit is too small.
+    pub const fn lacks(self) -> u64 {
+        (self.kept.saturating_add(self.need)).saturating_sub(self.limit)
+    }
+}
+
 /// The host's memory that moved memory takes, by the number of the session whose process keeps it: to the end of the
 /// process, or until it is asked to let go of it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

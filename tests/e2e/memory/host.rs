@@ -118,3 +118,32 @@ fn moved_memory_is_at_its_location_and_zero_after_use() {
     // Its files had no names.
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
+
+/// Two programs with work, of which the host has room for one's excess but not for both's.
+#[test]
+fn explain_says_what_the_host_lacks_for_a_tenant_that_waits() {
+    if real() {
+        return;
+    }
+    let (node, _file) = configured(256 << 20, "[host_memory]\nlimit = '150MiB'");
+    let sweep = |name: &str| {
+        let program = "gpumux workload sweep --json --memory 150MiB --seconds 600";
+        let tenant = Process::start(&mut node.tenant(&format!("--name {name}"), program));
+        node.wait_tenant(name, |it| {
+            bytes(it, "in_use") + bytes(it, "swapped") >= 150 << 20
+        });
+        tenant
+    };
+    let (_first, second) = (sweep("first"), sweep("second"));
+    let lacks = |it: &Value| it["lacks_on_host"].as_u64();
+    let waiting = node.wait_tenant("first", |it| lacks(it).is_some());
+    assert!(bytes(&waiting, "swapped") > 0);
+    let explained = node.gpumux(["explain", "first"]).run().ok().out;
+    for part in ["The host lacks", "`limit` of `[host_memory]`"] {
+        assert!(explained.contains(part), "{explained}");
+    }
+    second.kill();
+    node.wait_tenant("first", |it| {
+        bytes(it, "swapped") == 0 && lacks(it).is_none()
+    });
+}

@@ -334,7 +334,7 @@ impl Broker {
         };
         self.asks.remove(&key);
         if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
-            tenant.lost = None;
+            (tenant.lost, tenant.host_full) = (None, None);
             if pending.since < now && bytes > 0 && !passes {
                 // It has waited for this memory, and has a turn with it; but not a longer one while an older claim waits.
                 tenant.home_since = now;
@@ -412,10 +412,14 @@ impl Broker {
                 None => collecting = false,
             }
         }
-        if let (true, Err(full)) = (collecting, self.reserve_host(&chosen)) {
-            collecting = self.has(Mutation::MoveInVain);
-            if !collecting {
+        if collecting {
+            let full = self.reserve_host(&chosen).err();
+            if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
+                tenant.host_full = full;
+            }
+            if let Some(full) = full.filter(|_| !self.has(Mutation::MoveInVain)) {
                 self.leave(now, std::mem::take(&mut chosen), full, out);
+                collecting = false;
             }
         }
         if self.has(Mutation::TakeComing) || collecting {

@@ -141,6 +141,16 @@ pub(crate) fn no_tenant_is_moved_where_the_host_has_no_room_for_all_that_must_go
         }
     }
     assert_eq!(world.moves, []);
+    let waits = (1..=4).find(|id| !world.is_home(*id)).expect("not all fit");
+    let full = world.standing(waits).host_full.expect("it is known why");
+    assert!(full.kept + full.need > full.limit);
+    // Others end.
+    (1..=4)
+        .filter(|id| *id != waits)
+        .for_each(|id| world.kill(id));
+    world.run_for(S);
+    assert!(world.is_home(waits));
+    assert_eq!(world.standing(waits).host_full, None);
 }
 
 #[test]

@@ -395,7 +395,7 @@ fn memory(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
     Some(match (tenant.asleep, tenant.waits_for_memory) {
         (true, true) => format!(
             "It cannot run: {swapped} of its memory is on the host. {}",
-            rotation(tenant, all)
+            host_full(tenant).unwrap_or_else(|| rotation(tenant, all))
         ),
         (true, false) => {
             let why = match (tenant.swap_reason, tenant.spec.sleep_after_s) {
@@ -414,11 +414,23 @@ fn memory(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
         }
         (false, true) => format!(
             "One of its processes asked for memory that the GPU has no room for, and waits until others have made some (memory \
-             policy {}).",
-            tenant.spec.memory_policy.name()
-        ),
+             policy {}). {}",
+            tenant.spec.memory_policy.name(),
+            host_full(tenant).unwrap_or_default()
+        )
+        .trim_end()
+        .to_owned(),
         (false, false) => return None,
     })
+}
+
+/// That no others can be moved for it, as the host has no room.
+fn host_full(tenant: &Tenant) -> Option<String> {
+    let lacks = Size(tenant.lacks_on_host?);
+    Some(format!(
+        "The host lacks {lacks} for what others would have to move there: it waits until they free memory or end, or for a larger `limit` of \
+         `[host_memory]` in the daemon's configuration."
+    ))
 }
 
 /// Which tenants have the memory that a waiting one lacks, and how long it waits for them at most.
@@ -1310,6 +1322,11 @@ mod tests {
         (other.memory, other.moves.backs, other.moves.back_us) =
             (sleeper.memory.clone(), 1, 500_000);
         (other.memory[0].in_use, other.memory[0].swapped) = (2 << 30, 0);
+        let mut stays_away = sleeper.clone();
+        stays_away.lacks_on_host = Some(5 << 29);
+        let text = explain(&stays_away, std::slice::from_ref(&other), &[], &[]).text;
+        assert!(text.contains("The host lacks 2.5 GiB"), "{text}");
+        assert!(!text.contains("at most about"), "{text}");
         let text = explain(&sleeper, &[other], &[], &[]).text;
         let quantum = "a memory quantum, and now it is that of other. It waits for at most about";
         assert!(text.contains(quantum), "{text}");

@@ -2,7 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use gpumux_core::{TenantId, broker::Line, ledger::Entry};
+use gpumux_core::{
+    TenantId,
+    broker::Line,
+    ledger::{Entry, HostFull},
+};
 
 use super::{
     state::{Facts, state},
@@ -17,7 +21,9 @@ pub(super) fn show(tenant: Tenant, view: &View) -> types::Tenant {
     let mut devices: Vec<String> = domains.iter().map(|domain| domain.device.clone()).collect();
     devices.sort_unstable();
     devices.dedup();
-    let needs_memory = (view.standings.get(&tenant.id)).is_some_and(|it| it.waits);
+    let standing = view.standings.get(&tenant.id);
+    let needs_memory = standing.is_some_and(|it| it.waits);
+    let host_full = standing.and_then(|it| it.host_full);
     let state = state(Facts {
         domains: &domains,
         used: (view.totals.keys()).any(|(id, _)| *id == tenant.id),
@@ -36,6 +42,7 @@ pub(super) fn show(tenant: Tenant, view: &View) -> types::Tenant {
         asleep: view.swapped_out.contains(&tenant.id),
         swap_reason: view.swap_reasons.get(&tenant.id).copied(),
         waits_for_memory: needs_memory,
+        lacks_on_host: host_full.map(HostFull::lacks),
         moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
         unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())
             .cloned()

@@ -578,6 +578,9 @@ pub struct Tenant {
     /// Whether it waits for room on a device: for memory that it asked for, or to come back.
     #[serde(default)]
     pub waits_for_memory: bool,
+    /// Bytes that the host lacks for what others would have to move there for it; `null` where it does not wait, or the host has room.
+    #[serde(default)]
+    pub lacks_on_host: Option<u64>,
     /// How its memory was moved.
     #[serde(default)]
     pub moves: MoveFigures,

@@ -130,6 +130,7 @@ pub(crate) fn example() -> Scrape {
             asleep: true,
             swap_reason: None,
             waits_for_memory: true,
+            lacks_on_host: None,
             uncontrolled: None,
             unlisted_calls: Vec::new(),
             moves: MoveFigures {
