@@ -190,7 +190,7 @@ class Driver(unittest.TestCase):
         self.assertEqual(rounds.run(rounds.Plan(["a"], modes, self.measure), self.results(), 60, notes=notes), 1)
         self.assertEqual(json.loads(self.results().path.read_text())["note"], "gpumux could not run a: no GPU.")
 
-    def test_case_that_no_mode_can_run_ends_the_call_and_says_why(self) -> None:
+    def test_case_that_alone_cannot_run_ends_the_call_and_names_why(self) -> None:
         def have(case: str, mode: str) -> None:
             raise common.BenchError("no room")
 

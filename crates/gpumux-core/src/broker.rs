@@ -14,7 +14,7 @@
 //! blocked, or it waits for memory; so no claim depends on a message that only a blocked thread could send, and none
 //! outlives its tenant. Claims are served in one order (see `claims.rs`): those within a guarantee first, then by the time
 //! at which they began, plus a patience by class. A claim that lacks room has others moved away (*victims*), all at once, if they
-//! suffice; what comes free is kept for it. If they do not suffice now, later claims that fit may pass it.
+//! suffice and the host has room for all of them; what comes free is kept for it. If they do not suffice now, later claims that fit may pass it.
 //!
 //! # A move
 //! [`Order::Quiesce`] (every process closes its gate), [`Command::Freeze`], [`Order::Out`]; back: room is accounted for,
@@ -408,7 +408,7 @@ pub struct Standing {
     pub waits: bool,
     /// A process of it does not answer in the middle of a move.
     pub stuck: bool,
-    /// It waits, and the host had no room for what others would have had to move for it.
+    /// It waits, and lately the host had no room for what others would have had to move for it.
     pub host_full: Option<HostFull>,
 }
 
@@ -438,8 +438,8 @@ struct Tenant {
     passed: Option<Age>,
     /// It was moved before its turn was over, although it did not rest, or waited for memory, and is not back yet.
     gave_way: bool,
-    /// Others could not be moved for it, since the host had no room for that.
-    host_full: Option<HostFull>,
+    /// When others could last not be moved for it, since the host had no room for that.
+    host_full: Option<(Micros, HostFull)>,
     /// By device: the most that it had and asked for since the last tenant was moved for room.
     most: BTreeMap<String, u64>,
     /// Moves of it to the host that failed in a row, and when the next may be tried.
@@ -1073,6 +1073,7 @@ impl Broker {
                 Place::Home | Place::Away { .. } => {}
             }
             maybe(&mut tenant.wants_since);
+            tenant.host_full.iter_mut().for_each(|(since, _)| at(since));
             at(&mut tenant.home_since);
             at(&mut tenant.joined);
             if let Some((since, until)) = &mut tenant.lost {
@@ -1177,7 +1178,9 @@ impl Broker {
                     Place::Away { .. } | Place::Returning(_) => true,
                 },
                 waits,
-                host_full: tenant.host_full.filter(|_| waits),
+                host_full: (tenant.host_full)
+                    .filter(|(at, _)| waits && self.looked < *at + Micros(10 * LOOK.0))
+                    .map(|(_, full)| full),
                 stuck: match &tenant.place {
                     Place::Leaving(leaving) => late(&leaving.round),
                     Place::Returning(round) => late(round),

@@ -121,8 +121,9 @@ fn moved_memory_is_at_its_location_and_zero_after_use() {
 
 /// Two programs with work, of which the host has room for one's excess but not for both's.
 #[test]
-fn explain_says_what_the_host_lacks_for_a_tenant_that_waits() {
+fn explain_shows_what_the_host_lacks_for_a_tenant() {
     if real() {
+        eprintln!("SKIPPED: it fills the device");
         return;
     }
     let (node, _file) = configured(256 << 20, "[host_memory]\nlimit = '150MiB'");

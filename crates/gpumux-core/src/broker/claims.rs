@@ -84,6 +84,8 @@ struct Offer {
 struct Aside {
     room: BTreeMap<String, u64>,
     coming: BTreeMap<String, u64>,
+    /// Victims that were not moved, since the host is full.
+    unmoved: BTreeSet<TenantId>,
 }
 
 impl Broker {
@@ -191,6 +193,12 @@ impl Broker {
                 first.insert(claim.tenant);
             }
             unserved.push(claim);
+        }
+        // Younger claims have been looked at, which may need less of them; at the next look other victims may need less of the host.
+        for id in aside.unmoved {
+            if let Some(victim) = self.tenants.get_mut(&id) {
+                victim.not_before = victim.not_before.max(now + LOOK);
+            }
         }
     }
 
@@ -334,7 +342,7 @@ impl Broker {
         };
         self.asks.remove(&key);
         if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
-            (tenant.lost, tenant.host_full) = (None, None);
+            tenant.lost = None;
             if pending.since < now && bytes > 0 && !passes {
                 // It has waited for this memory, and has a turn with it; but not a longer one while an older claim waits.
                 tenant.home_since = now;
@@ -412,14 +420,14 @@ impl Broker {
                 None => collecting = false,
             }
         }
-        if collecting {
-            let full = self.reserve_host(&chosen).err();
-            if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
-                tenant.host_full = full;
-            }
-            if let Some(full) = full.filter(|_| !self.has(Mutation::MoveInVain)) {
-                self.leave(now, std::mem::take(&mut chosen), full, out);
-                collecting = false;
+        if collecting && let Err(full) = self.reserve_host(&chosen) {
+            self.host_is_full(now, claim, &chosen, full, out);
+            if !self.has(Mutation::MoveInVain) {
+                // To move some of them would not serve the claim. What comes free already is kept for it.
+                collecting = coming.values().any(|it| *it > 0);
+                aside
+                    .unmoved
+                    .extend(std::mem::take(&mut chosen).into_keys());
             }
         }
         if self.has(Mutation::TakeComing) || collecting {
@@ -462,24 +470,26 @@ impl Broker {
                 .room_after(&self.victims_needs(&parts.collect()))
                 .is_ok()
         };
-        let more = choose(missing.saturating_add(ahead), offers).filter(fits);
+        let more = Some(missing.saturating_add(ahead)).filter(|_| ahead > 0);
+        let more = more.and_then(|it| choose(it, offers)).filter(fits);
         more.or_else(|| choose(missing, offers))
     }
 
-    /// The host has no room for all that these are to move: they are left alone for a while, and others may need less. Moving some of them would not serve the claim.
-    fn leave(
+    /// The host has no room for all that victims are to move for a claim.
+    fn host_is_full(
         &mut self,
         now: Micros,
-        victims: BTreeMap<TenantId, BTreeMap<String, u64>>,
+        claim: &Claim,
+        victims: &BTreeMap<TenantId, BTreeMap<String, u64>>,
         full: HostFull,
         out: &mut Vec<Command>,
     ) {
-        for id in victims.into_keys() {
-            self.drop_unused(now, id, out);
-            if let Some(victim) = self.tenants.get_mut(&id) {
-                victim.not_before = now + LOOK;
-            }
-            out.push(Command::Failed(id, full.into()));
+        if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
+            tenant.host_full = Some((now, full));
+        }
+        for id in victims.keys() {
+            self.drop_unused(now, *id, out);
+            out.push(Command::Failed(*id, full.into()));
         }
     }
 
@@ -506,6 +516,7 @@ impl Broker {
             if let Some(tenant) = self.tenants.get_mut(&victim) {
                 tenant.failed(now, self.mutation);
             }
+            // What was reserved for it.
             self.free_host(victim);
             out.push(Command::Failed(victim, error));
         }

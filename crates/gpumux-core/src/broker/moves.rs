@@ -637,7 +637,7 @@ impl Broker {
         let usual = Micros(bytes / self.speed.max(1) * 4) + Micros::from_secs(1);
         (tenant.home_since, tenant.took) = (now, took.min(usual));
         (tenant.blocked, tenant.left_busy, tenant.gave_way) = (false, false, false);
-        (tenant.back_failures, tenant.lost, tenant.host_full) = (0, None, None);
+        (tenant.back_failures, tenant.lost) = (0, None);
         let requests = std::mem::take(&mut tenant.wakes);
         self.learn_speed(bytes, took);
         out.push(Command::Thaw(id));

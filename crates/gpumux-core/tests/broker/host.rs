@@ -123,9 +123,8 @@ fn memory_that_is_on_the_host_counts_for_the_next_daemon() {
     );
 }
 
-/// What does not fit the device: 19.2 of 77 GiB. The largest return needs more room on the host than is left beside that.
-#[test]
-pub(crate) fn no_tenant_is_moved_where_the_host_has_no_room_for_all_that_must_go() {
+/// Of four programs with work 19 GiB do not fit the device. One waits: its return needs more room on the host than is left beside that.
+fn full_host() -> World {
     let mut world = World::with_host(60 * GIB, 28 * GIB);
     for (id, all) in [(3, 26), (4, 20), (1, 17), (2, 14)] {
         world.tenant(id, Class::Latency, 0);
@@ -133,6 +132,12 @@ pub(crate) fn no_tenant_is_moved_where_the_host_has_no_room_for_all_that_must_go
     }
     (1..=4).for_each(|id| world.set_busy(id, true));
     world.run_for(Micros::from_secs(60));
+    world
+}
+
+#[test]
+pub(crate) fn full_host_moves_no_tenant_for_a_claim() {
+    let mut world = full_host();
     world.moves.clear();
     for _ in 0..2000 {
         world.run_for(Micros::from_millis(100));
@@ -154,11 +159,54 @@ pub(crate) fn no_tenant_is_moved_where_the_host_has_no_room_for_all_that_must_go
 }
 
 #[test]
-fn host_has_room_for_what_a_request_needs_but_not_for_more() {
+fn request_is_granted_without_host_room_for_more() {
     let usable = World::new(10 * GIB).broker.lines()[0].free;
     let mut world = World::with_host(10 * GIB, 16 * GIB - usable + HOST_PIECE);
     for id in [1, 2] {
         world.tenant(id, Class::Standard, 0);
         assert_eq!(world.allocate(id, 8 * GIB), 8 * GIB);
+    }
+}
+
+/// The first needs what both others have, for which the host has no room; the last needs a part of one's.
+#[test]
+fn claim_that_the_host_cannot_serve_keeps_no_victim_from_others() {
+    let mut world = World::with_host(60 * GIB, 70 * GIB);
+    for (id, all) in [(1, 40), (2, 28), (3, 28)] {
+        world.tenant(id, Class::Latency, 0);
+        assert_eq!(world.allocate(id, all * GIB), all * GIB);
+        world.set_busy(id, true);
+    }
+    world.event(Event::Waits(ProcessId(1)));
+    world.run_for(Micros::from_secs(60));
+    assert!(world.standing(1).host_full.is_some());
+    let process = world.tenant(4, Class::Latency, 0);
+    world.ask(process, 1, 10 * GIB);
+    world.run_for(Micros::from_secs(60));
+    assert_eq!(world.grants.get(&(process, 1)), Some(&(10 * GIB)));
+}
+
+/// Three of 30 GiB on 80, as the documentation says.
+#[test]
+fn limit_of_twice_what_does_not_fit_and_some_lets_all_go_on() {
+    let usable = World::new(80 * GIB).broker.lines()[0].free;
+    let limit = 2 * (90 * GIB - usable) + 80 * GIB / 64 + 3 * 2 * HOST_PIECE;
+    let mut world = World::with_host(80 * GIB, limit);
+    for id in 1..=3 {
+        world.tenant(id, Class::Batch, 0);
+        assert_eq!(world.allocate(id, 30 * GIB), 30 * GIB);
+        world.set_busy(id, true);
+    }
+    world.run_for(S);
+    world.moves.clear();
+    for _ in 0..2000 {
+        world.run_for(Micros::from_millis(100));
+        for id in (1..=3).filter(|id| !world.is_home(*id)).collect::<Vec<_>>() {
+            world.event(Event::Waits(ProcessId(id)));
+        }
+    }
+    for id in 1..=3 {
+        let returns = (world.moves.iter()).filter(|it| it.1 == TenantId(id) && !it.2);
+        assert!(returns.count() > 1, "{id} waits");
     }
 }

@@ -98,7 +98,7 @@ fn every_known_fault_is_found() {
         ),
         (
             Mutation::MoveInVain,
-            host::no_tenant_is_moved_where_the_host_has_no_room_for_all_that_must_go,
+            host::full_host_moves_no_tenant_for_a_claim,
         ),
         (
             Mutation::SessionBeginsAnew,

@@ -424,12 +424,12 @@ fn memory(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
     })
 }
 
-/// That no others can be moved for it, as the host has no room.
+/// That no others can be moved for it: the host has no room.
 fn host_full(tenant: &Tenant) -> Option<String> {
     let lacks = Size(tenant.lacks_on_host?);
     Some(format!(
-        "The host lacks {lacks} for what others would have to move there: it waits until they free memory or end, or for a larger `limit` of \
-         `[host_memory]` in the daemon's configuration."
+        "The host lacks {lacks} for what others would have to move there: they must free memory or end. `limit` of `[host_memory]` in the daemon's \
+         configuration bounds it."
     ))
 }
 

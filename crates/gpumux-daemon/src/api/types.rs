@@ -578,7 +578,7 @@ pub struct Tenant {
     /// Whether it waits for room on a device: for memory that it asked for, or to come back.
     #[serde(default)]
     pub waits_for_memory: bool,
-    /// Bytes that the host lacks for what others would have to move there for it; `null` where it does not wait, or the host has room.
+    /// Bytes that the host lacks for what others would have to move there for it; `null` where it does not wait, or waits for something else.
     #[serde(default)]
     pub lacks_on_host: Option<u64>,
     /// How its memory was moved.
