@@ -2,7 +2,7 @@
 
 `saturation`: `--requests` requests at once, of 128 tokens, which make 128. `rate-8`, `rate-16`, `rate-32`: so many requests a second for 4 s, at random moments, of 512 tokens, which make 64. The engines of all modes
 are there, and take turns in rounds. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`, and where asked for `kvcached` (with its native module, without gpumux) and `kvcached-gpumux` (its
-Python code on `gpumux.compat.kvcached`). Values: `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `finished` of `requests`; `rounds`;
+Python code on `gpumux.compat.kvcached`), `kvcached-layers` (its native module, with a page for each layer instead of one for all), and `elastic-2` and `elastic-64` (granules of about 2 and 64 MiB; those of `elastic` have about 16). Values: `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `finished` of `requests`; `rounds`;
 `taken` and `refused` granules of `elastic`, in all of these cases together. Values are means over rounds.
 
 `tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
@@ -47,7 +47,9 @@ RATES = {"saturation": 0.0, "rate-8": 8.0, "rate-16": 16.0, "rate-32": 32.0}
 CASES, STARTS = [*RATES, "tokens", "idle"], ["start-2", "start-6"]
 PLAIN, KVCACHED = ["stock", "gpumux", "elastic"], ["kvcached", "kvcached-gpumux"]
 MODES = PLAIN + KVCACHED
-SAID = {"elastic": "the KV cache is elastic", **dict.fromkeys(KVCACHED, "Successfully patched vllm")}
+GRANULES = {"elastic-2": 2, "elastic-64": 64}  # MiB
+LOADED = [*MODES, *GRANULES, "kvcached-layers"]
+SAID = {"elastic": "the KV cache is elastic", "kvcached": "Successfully patched vllm"}
 LLAMA_3_1B = serve.LLAMA_3_8B | {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
@@ -86,7 +88,8 @@ class Budget:
 
 class _Kvcached(Mode):
     def environment(self) -> dict[str, str]:
-        return super().environment() | KVCACHED_ENVIRONMENT
+        layers = {"KVCACHED_CONTIGUOUS_LAYOUT": "false"} if self.name == "kvcached-layers" else {}
+        return super().environment() | KVCACHED_ENVIRONMENT | layers
 
 
 class _KvcachedGpumux(Gpumux):
@@ -96,21 +99,26 @@ class _KvcachedGpumux(Gpumux):
 
 def mode_of(name: str, logs: Path) -> Mode:
     """Without gpumux, or with a daemon of its own."""
-    kinds = {"stock": Mode, "kvcached": _Kvcached, "kvcached-gpumux": _KvcachedGpumux}
+    kinds = {"stock": Mode, "kvcached": _Kvcached, "kvcached-layers": _Kvcached, "kvcached-gpumux": _KvcachedGpumux}
     return kinds.get(name, Gpumux)(name, logs)
 
 
 def program(mode: str) -> Sequence[str]:
     """What runs an engine of a mode, before its arguments."""
-    if mode not in KVCACHED:
+    if not mode.startswith("kvcached"):
         return serve.ENGINE
     return (sys.executable, "-c", LAUNCH.format("import gpumux.compat.kvcached; " if mode == "kvcached-gpumux" else ""), *serve.ENGINE[1:])
 
 
+def said(mode: str) -> str:
+    """What an engine of a mode, or of a variant of it, writes into its log."""
+    return SAID.get(mode.partition("-")[0], "")
+
+
 def check(mode: str, worker: Worker) -> None:
     """Raises BenchError where an engine has not the memory of its mode."""
-    if (said := SAID.get(mode)) and said not in worker.log.read_text(errors="replace"):
-        raise BenchError(f"{worker.name} is not {mode}: {worker.log} lacks {said!r}")
+    if said(mode) not in worker.log.read_text(errors="replace"):
+        raise BenchError(f"{worker.name} is not {mode}: {worker.log} lacks {said(mode)!r}")
 
 
 def prepare(logs: Path, shape: dict[str, Any]) -> Path:
@@ -124,7 +132,7 @@ def prepare(logs: Path, shape: dict[str, Any]) -> Path:
 
 def one_runner(modes: Sequence[str]) -> None:
     """kvcached changes vLLM's first model runner only: beside it, all modes have the same."""
-    if set(KVCACHED) & set(modes):
+    if any(it.startswith("kvcached") for it in modes):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
@@ -174,11 +182,13 @@ def loads(
 ) -> Iterator[tuple[str, str, dict[str, float], dict[str, list[float]]]]:
     """Engines of all modes are there at the same time and have their requests one after the other, in rounds: means of each case and mode, and their intervals."""
     with contextlib.ExitStack() as stack:
-        shared = {name: stack.enter_context(mode_of(name, logs)) for name in dict.fromkeys("gpumux" if it == "elastic" else it for it in modes)}
+        shared = {name: stack.enter_context(mode_of(name, logs)) for name in dict.fromkeys("gpumux" if it.startswith("elastic") else it for it in modes)}
         engines = dict[str, Worker]()
         for name in modes:
             mode = shared.get(name) or shared["gpumux"]
-            engines[name] = engine(mode, name, options, elastic=name == "elastic", kv_cache_memory_bytes=options.cache, **NO_PREFIXES)
+            flags = ["--granule", str(GRANULES[name])] if name in GRANULES else []
+            elastic = name.startswith("elastic")
+            engines[name] = engine(mode, name, options, *flags, elastic=elastic, kv_cache_memory_bytes=options.cache, **NO_PREFIXES)
             stack.callback(engines[name].close)
             # vLLM measures what is free while it starts.
             ready(engines[name], options)
@@ -388,7 +398,7 @@ def main() -> int:
         "  gpumux emu --profile FILE -- python3 bench/engines.py --cases tokens --stand-in --rounds 4 --output 16 --cache 192MiB --room 64MiB",
     )
     parser.add_argument("--cases", type=common.listed(CASES + STARTS), help="[all; with --quick all but start-6]")
-    parser.add_argument("--modes", type=common.listed(MODES), default=PLAIN)
+    parser.add_argument("--modes", type=common.listed(LOADED), default=PLAIN)
     parser.add_argument("--shape", choices=SHAPES, help="Llama 3's by parameters [8b; 1b with --quick]")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds for all [%(default)s]")
     parser.add_argument("--seconds", type=float, help="of `saturation`, and of `rate-…` after the last request, at most [60; 20 with --quick]")
@@ -412,7 +422,7 @@ def main() -> int:
     options.cache, options.left = kv.bytes_of(options.cache), Budget(options.budget)
     options.model = prepare(logs, SHAPES[options.shape or ("1b" if options.quick else "8b")])
     one_runner(options.modes)
-    results = Results("engines", options.out, CASES + STARTS, MODES)
+    results = Results("engines", options.out, CASES + STARTS, LOADED)
     if at_once := [case for case in options.cases if case in RATES]:
         with cell(results, ", ".join(at_once), logs):
             for case, name, values, around in loads(at_once, options.modes, logs, options):

@@ -32,6 +32,10 @@ class Vllm:
 
     def __init__(self, options: argparse.Namespace) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if options.granule:
+            from gpumux import _blocks
+
+            _blocks._GRANULE = options.granule << 20
         import vllm
 
         self.vllm = vllm
@@ -145,6 +149,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--cold", action="store_true", help="of an elastic cache, pages in use move before other memory")
+    parser.add_argument("--granule", type=int, help="of an elastic cache, in MiB, as near as its blocks allow")
     parser.add_argument("--room", help="socket of what says when it may be awake: see rooms.py")
     parser.add_argument("--stand-in", action="store_true", help="without vLLM: see standin.py")
     options = parser.parse_args()

@@ -124,6 +124,23 @@ class Cells(unittest.TestCase):
         self.assertIn("round 2 does not count: it has ended", said.call_args.args[0])
         self.assertEqual([it.orders[-1] for it in made.values()], ["close"] * 2)
 
+    def test_variants_have_their_granules_and_their_layout(self) -> None:
+        flags: dict[str, tuple[str, ...]] = {}
+
+        def fake(mode: Mode, name: str, *_: object, elastic: bool, **_more: object) -> Fake:
+            flags[name] = (mode.name, *map(str, _[1:]), str(elastic))
+            worker = Fake([{"ready": True}, *[{"first_s": [0.1], "last_s": [0.5], "tokens": [9]}] * 9])
+            worker.name = name
+            return worker
+
+        with mock.patch.object(engines, "engine", fake), mock.patch.object(engines, "Gpumux", Mode), mock.patch.object(engines, "check"):
+            [*engines.loads(["saturation"], ["elastic-2", "elastic", "kvcached-layers"], Path("."), options(bursts=1, requests=1))]
+        self.assertEqual(flags["elastic-2"], ("gpumux", "--granule", "2", "True"))
+        self.assertEqual((flags["elastic"], flags["kvcached-layers"]), (("gpumux", "True"), ("kvcached-layers", "False")))
+        layout = {it: engines.mode_of(it, Path(".")).environment().get("KVCACHED_CONTIGUOUS_LAYOUT") for it in ("kvcached", "kvcached-layers")}
+        self.assertEqual(layout, {"kvcached": None, "kvcached-layers": "false"})
+        self.assertNotIn("compat", engines.program("kvcached-layers")[2])
+
     def test_elastic_mode_has_the_worker_class(self) -> None:
         with mock.patch.object(engines, "Worker") as made:
             engines.engine(Mode("elastic", Path(".")), "engine", options())

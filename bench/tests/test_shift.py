@@ -77,7 +77,7 @@ class Fake:
         self.given[mode.name], self.mode = json.loads(arguments[6]), mode.name
         self.name, self.log, self.answers = name, mode.logs / f"{mode.name}-{name}.log", [{"ready": True}]
         self.made.append(f"{mode.name} {name}")
-        self.log.write_text("" if mode.name in self.silent else shift.engines.SAID.get(mode.name, ""))
+        self.log.write_text("" if mode.name in self.silent else shift.engines.said(mode.name))
 
     def send(self, **order: Any) -> None:
         if "greedy" in order:

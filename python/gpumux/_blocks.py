@@ -18,6 +18,8 @@ from gpumux import kv
 
 MIB = 1 << 20
 _GRANULE_MAX = 64 * MIB
+_GRANULE = 16 * MIB
+"""About so much is a granule: what one costs hardly depends on its size."""
 _SHORT_S, _AGAIN_S = 0.005, 0.1
 """How long memory is awaited that is of use, but not needed; and for how long there is no longer wait after a refusal."""
 
@@ -30,8 +32,7 @@ def layout(block_bytes: int) -> tuple[int, int] | None:
         stride = math.ceil(block_bytes / unit) * unit
         granule = stride * 2 * MIB // math.gcd(stride, 2 * MIB)
         if granule <= _GRANULE_MAX and (best is None or stride < best[0]):
-            # About 16 MiB: what a granule costs hardly depends on its size.
-            best = stride, granule * max(1, 16 * MIB // granule)
+            best = stride, granule * max(1, _GRANULE // granule)
     return best
 
 
