@@ -154,6 +154,14 @@ def ready(worker: Worker, options: argparse.Namespace) -> None:
     worker.reply(min(common.READY_S, options.left.end - time.monotonic()))
 
 
+def replay(workers: Sequence[Worker], requests: Sequence[Sequence[Sequence[float]]], stop_s: float, **more: Any) -> list[dict[str, Any]]:
+    """The engines have their requests (when, tokens given, tokens made) at the same time; their answers, at the latest after so many seconds."""
+    start = time.monotonic() + 0.5
+    for worker, own in zip(workers, requests, strict=True):
+        worker.send(start=start, stop=start + stop_s, requests=own, **more)
+    return [worker.reply(stop_s + common.REPLY_S) for worker in workers]
+
+
 def burst(worker: Worker, options: argparse.Namespace, rate: float = 0.0, seed: int = 0) -> dict[str, float]:
     """So many requests at once; or so many a second."""
     options.left.check(10)

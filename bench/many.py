@@ -147,10 +147,7 @@ def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> 
 def once(workers: Sequence[Worker], number: int, lengths: Sequence[serve.Request], seconds: float, stop_s: float, rate: float) -> Round:
     """One round."""
     came = [load(model, lengths, rate, seconds, number) for model in range(len(workers))]
-    start = time.monotonic() + 0.5
-    for worker, requests in zip(workers, came, strict=True):
-        worker.send(start=start, stop=start + stop_s, requests=[it[:3] for it in requests])
-    answers = [worker.reply(stop_s + common.REPLY_S) for worker in workers]
+    answers = engines.replay(workers, [[it[:3] for it in requests] for requests in came], stop_s)
     columns = [[it["first_s"], it["last_s"], it["tokens"]] for it in answers]
     return [(one, Answer(*it)) for requests, given in zip(came, columns, strict=True) for one, *it in zip(requests, *given, strict=True)]
 

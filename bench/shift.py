@@ -117,11 +117,9 @@ def ballast(mode: Mode, size: int, logs: Path) -> Iterator[None]:
 def warm(workers: Sequence[engines.Worker], options: argparse.Namespace) -> None:
     """A few requests: kernels are compiled, and PyTorch has got what steps need beside the KV cache, and keeps it."""
     options.left.check(WARM_S)
-    start = time.monotonic() + 0.3
-    for worker in workers:
-        worker.send(start=start, stop=start + WARM_S, requests=[(0.0, options.prompt, 2)] * WARM, ends=True)
-    for worker in workers:
-        if min(worker.reply(WARM_S + common.REPLY_S)["tokens"]) < 2:
+    answers = engines.replay(workers, [[(0.0, options.prompt, 2)] * WARM] * len(workers), WARM_S, ends=True)
+    for worker, answer in zip(workers, answers, strict=True):
+        if min(answer["tokens"]) < 2:
             raise BenchError(f"{worker.name} did not serve {WARM} requests within {WARM_S:.0f} s: see {worker.log}")
 
 
@@ -149,10 +147,7 @@ def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Name
             stop_s = options.engines * options.phase + options.drain
             options.left.check(stop_s)
             came = [load(number, options.engines, options, seed) for number in range(options.engines)]
-            start = time.monotonic() + 0.3
-            for worker, requests in zip(workers, came, strict=True):
-                worker.send(start=start, stop=start + stop_s, requests=[it[:3] for it in requests], ends=True)
-            answers = [worker.reply(stop_s + common.REPLY_S) for worker in workers]
+            answers = engines.replay(workers, [[it[:3] for it in requests] for requests in came], stop_s, ends=True)
             found.append(values(came, answers, stop_s))
         made = row(found)
         if name == "elastic":

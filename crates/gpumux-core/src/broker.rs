@@ -83,6 +83,8 @@ const TRIM_HEDGE: Micros = Micros::from_millis(30);
 const TRIM_PAUSE: Micros = Micros::from_secs(1);
 /// How often room is looked for while a claim waits.
 pub const LOOK: Micros = Micros::from_millis(100);
+/// How long a claim counts as one that the host had no room for: while that is so, it is found again at every look or two.
+const HOST_FULL: Micros = Micros::from_secs(1);
 /// Requests that may wait of one process, and of one tenant: one more is refused at once. A thread waits with one.
 pub const MAX_ASKS: (usize, usize) = (256, 1024);
 /// The oldest requests of a tenant that are looked at.
@@ -1179,7 +1181,7 @@ impl Broker {
                 },
                 waits,
                 host_full: (tenant.host_full)
-                    .filter(|(at, _)| waits && self.looked < *at + Micros(10 * LOOK.0))
+                    .filter(|(at, _)| waits && self.looked < *at + HOST_FULL)
                     .map(|(_, full)| full),
                 stuck: match &tenant.place {
                     Place::Leaving(leaving) => late(&leaving.round),

@@ -462,16 +462,9 @@ impl Broker {
         (missing, ahead): (u64, u64),
         offers: &[Offer],
     ) -> Option<Vec<(TenantId, u64)>> {
-        let fits = |victims: &Vec<(TenantId, u64)>| {
-            let parts = victims
-                .iter()
-                .map(|(id, part)| (*id, [(uuid.to_owned(), *part)].into()));
-            self.host
-                .room_after(&self.victims_needs(&parts.collect()))
-                .is_ok()
-        };
         let more = Some(missing.saturating_add(ahead)).filter(|_| ahead > 0);
-        let more = more.and_then(|it| choose(it, offers)).filter(fits);
+        let more = more.and_then(|it| choose(it, offers));
+        let more = more.filter(|it| self.fit_host(uuid, it));
         more.or_else(|| choose(missing, offers))
     }
 

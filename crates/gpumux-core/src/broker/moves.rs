@@ -131,14 +131,19 @@ impl Broker {
     pub(super) fn fits_host(&self, id: TenantId, uuid: &str, bytes: u64) -> bool {
         let most = bytes.saturating_mul(self.accounting.uuids().count() as u64);
         self.host.kept().saturating_add(most) <= self.host.limit() || {
-            let parts = BTreeMap::from([(uuid.to_owned(), bytes)]);
-            let least = self.apportion(&self.processes_of(id), &parts);
-            self.host.room_after(&self.all_host_needs(&least)).is_ok()
+            self.fit_host(uuid, &[(id, bytes)])
         }
     }
 
+    /// Whether the host has room for so much of what each of these tenants has of a device.
+    pub(super) fn fit_host(&self, uuid: &str, victims: &[(TenantId, u64)]) -> bool {
+        let parts = |(id, part): &(TenantId, u64)| (*id, [(uuid.to_owned(), *part)].into());
+        let victims = victims.iter().map(parts).collect();
+        self.host.room_after(&self.victims_needs(&victims)).is_ok()
+    }
+
     /// Host memory that the processes of these tenants need at least, and when all of what they have moves, if they move so much.
-    pub(super) fn victims_needs(
+    fn victims_needs(
         &self,
         victims: &BTreeMap<TenantId, BTreeMap<String, u64>>,
     ) -> BTreeMap<u64, (u64, u64)> {

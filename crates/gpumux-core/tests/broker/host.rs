@@ -123,6 +123,18 @@ fn memory_that_is_on_the_host_counts_for_the_next_daemon() {
     );
 }
 
+/// For 200 s, threads of so many tenants that are away ask for their memory.
+fn threads_come_to_the_gate(world: &mut World, tenants: u64) {
+    for _ in 0..2000 {
+        world.run_for(Micros::from_millis(100));
+        for id in 1..=tenants {
+            if !world.is_home(id) {
+                world.event(Event::Waits(ProcessId(id)));
+            }
+        }
+    }
+}
+
 /// Of four programs with work 19 GiB do not fit the device. One waits: its return needs more room on the host than is left beside that.
 fn full_host() -> World {
     let mut world = World::with_host(60 * GIB, 28 * GIB);
@@ -139,12 +151,7 @@ fn full_host() -> World {
 pub(crate) fn full_host_moves_no_tenant_for_a_claim() {
     let mut world = full_host();
     world.moves.clear();
-    for _ in 0..2000 {
-        world.run_for(Micros::from_millis(100));
-        for id in (1..=4).filter(|id| !world.is_home(*id)).collect::<Vec<_>>() {
-            world.event(Event::Waits(ProcessId(id)));
-        }
-    }
+    threads_come_to_the_gate(&mut world, 4);
     assert_eq!(world.moves, []);
     let waits = (1..=4).find(|id| !world.is_home(*id)).expect("not all fit");
     let full = world.standing(waits).host_full.expect("it is known why");
@@ -199,12 +206,7 @@ fn limit_as_large_as_asked_for_lets_all_go_on() {
     }
     world.run_for(S);
     world.moves.clear();
-    for _ in 0..2000 {
-        world.run_for(Micros::from_millis(100));
-        for id in (1..=3).filter(|id| !world.is_home(*id)).collect::<Vec<_>>() {
-            world.event(Event::Waits(ProcessId(id)));
-        }
-    }
+    threads_come_to_the_gate(&mut world, 3);
     for id in 1..=3 {
         let returns = (world.moves.iter()).filter(|it| it.1 == TenantId(id) && !it.2);
         assert!(returns.count() > 1, "{id} waits");

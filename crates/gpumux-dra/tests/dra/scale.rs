@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use gpumux_dra::{inventory::Inventory, proto::v1, slices};
+use gpumux_dra::{proto::v1, slices};
 use serde_json::json;
 
 use crate::support::{
@@ -15,11 +15,7 @@ const CLAIMS: usize = 200;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn full_node_asks_the_api_server_little_and_idle_nothing() {
-    let mut node = Node::new().await;
-    let mut config = node.config();
-    config.inventory = Inventory::Fixed((0..8).map(device).collect());
-    let (driver, kubelet) = node.start_with(config).await;
-    let claims = node.claims(CLAIMS, "gpumux-preemptible", &json!({"memory": "3Gi"}));
+    let (node, driver, kubelet, claims) = Node::full(CLAIMS).await;
     let before = node.api.all_calls();
     for claim in &claims {
         kubelet.prepare_one(claim).await.unwrap();

@@ -4,11 +4,7 @@ use super::*;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_hundred_tenants_on_eight_gpus() {
-    let mut node = Node::new().await;
-    let mut config = node.config();
-    config.inventory = Inventory::Fixed((0..8).map(device).collect());
-    let (driver, kubelet) = node.start_with(config).await;
-    let claims = node.claims(200, "gpumux-preemptible", &json!({"memory": "3Gi"}));
+    let (node, driver, kubelet, claims) = Node::full(200).await;
     let mut shares = tokio::task::JoinSet::new();
     for pods in claims.chunks(5) {
         let (pods, endpoint) = (pods.to_vec(), kubelet.endpoint.clone());

@@ -125,6 +125,17 @@ impl Node {
         (driver, kubelet)
     }
 
+    /// A node with eight GPUs, its driver with its kubelet, and so many claims of a part of a GPU's memory.
+    pub async fn full(claims: usize) -> (Self, gpumux_dra::Driver, Kubelet, Vec<v1::Claim>) {
+        let mut node = Self::new().await;
+        let mut config = node.config();
+        config.inventory = Inventory::Fixed((0..8).map(device).collect());
+        let (driver, kubelet) = node.start_with(config).await;
+        let memory = json!({"memory": "3Gi"});
+        let claims = node.claims(claims, "gpumux-preemptible", &memory);
+        (node, driver, kubelet, claims)
+    }
+
     /// So many claims, `c0` and on.
     pub fn claims(&mut self, count: usize, class: &str, capacity: &Value) -> Vec<v1::Claim> {
         (0..count)
