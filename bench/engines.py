@@ -54,6 +54,11 @@ LLAMA_3_1B = serve.LLAMA_3_8B | {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 LLAMA_3_3B = LLAMA_3_1B | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128}
+# Steps that only decode are CUDA graphs; nothing is compiled, which takes minutes.
+GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64]},
+}  # fmt: skip
 SHAPES = {"1b": LLAMA_3_1B, "3b": LLAMA_3_3B, "8b": serve.LLAMA_3_8B}
 KVCACHED_ENVIRONMENT = {"ENABLE_KVCACHED": "true", "KVCACHED_GPU_UTILIZATION": "0.99", "KVCACHED_LOG_LEVEL": "INFO"}
 # kvcached's installation adds a file that Python reads at its start: `site` does the same for a folder of PYTHONPATH.
@@ -121,6 +126,12 @@ def check(mode: str, worker: Worker) -> None:
         raise BenchError(f"{worker.name} is not {mode}: {worker.log} lacks {said(mode)!r}")
 
 
+def check_graphs(worker: Worker, answer: dict[str, Any], options: argparse.Namespace) -> None:
+    """Raises BenchError where an engine that answers so does not decode by graphs although it should."""
+    if options.graphs and not options.stand_in and answer["graphs"] != GRAPHS["compilation_config"]["cudagraph_mode"]:
+        raise BenchError(f"vLLM has CUDA graphs {answer['graphs']}, and not of its decoding steps: see {worker.log}")
+
+
 def prepare(logs: Path, shape: dict[str, Any]) -> Path:
     """Lets engines find gpumux's package; the folder of a model of this shape."""
     package, model = str(common.BENCH.parent / "python"), logs / "model"
@@ -140,7 +151,7 @@ def engine(
     mode: Mode, name: str, options: argparse.Namespace, *flags: str, klass: str = "latency", elastic: bool | None = None, context: int = 4096, **more: Any
 ) -> Worker:
     """A server that starts."""
-    arguments = {"attention_backend": options.attention, "enforce_eager": options.eager} | more
+    arguments = {"attention_backend": options.attention} | (GRAPHS if options.graphs else {"enforce_eager": True}) | more
     if mode.name == "elastic" if elastic is None else elastic:
         arguments["worker_cls"] = "gpumux.vllm.Worker"
     memory = arguments.pop("memory", options.memory)
@@ -225,6 +236,8 @@ def loads(
             with contextlib.suppress(BenchError):
                 engines[name].send(greedy=[[16, 1]])
                 states[name] = engines[name].reply(PATIENCE_S)
+        for name, state in states.items():
+            check_graphs(engines[name], state, options)
         for (case, name), found in seen.items():
             if not found:
                 raise BenchError("the budget is spent before the first round")
@@ -293,12 +306,8 @@ def beside(mode: Gpumux, needs: int, logs: Path, options: argparse.Namespace) ->
 
 def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
     """What each mode made, the second one beside a tenant that takes memory."""
-    plain: dict[str, Any] = {"kv_cache_memory_bytes": options.cache}
-    if options.graphs:
-        # Steps that only decode are CUDA graphs; nothing is compiled, which takes minutes.
-        plain |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48]}}
     with mode_of("stock", logs) as mode:
-        worker = engine(mode, "tokens", options, **plain)
+        worker = engine(mode, "tokens", options, kv_cache_memory_bytes=options.cache)
         try:
             ready(worker, options)
             base, again = (greedy(worker, options, salt) for salt in range(2))
@@ -309,14 +318,13 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
     with mode_of("elastic", logs) as mode, ExitStack() as stack:
         assert isinstance(mode, Gpumux)
         # Its weights would go before its cache otherwise, since they are in larger pieces.
-        worker = engine(mode, "tokens", options, "--cold", klass="standard", **plain)
+        worker = engine(mode, "tokens", options, "--cold", klass="standard", kv_cache_memory_bytes=options.cache)
         stack.callback(worker.close)
         ready(worker, options)
         rounds = [greedy(worker, options, 0)]
         if "taken" not in rounds[0]:
             raise BenchError(f"the KV cache is not elastic: see {worker.log}")
-        if options.graphs and not options.stand_in and rounds[0]["graphs"] != "FULL_DECODE_ONLY":
-            raise BenchError(f"vLLM has CUDA graphs {rounds[0]['graphs']}, and not of its decoding steps: see {worker.log}")
+        check_graphs(worker, rounds[0], options)
         needs = rounds[0]["committed"]
         with beside(mode, needs, logs, options) as (pool, all_of_it), Taker(pool, all_of_it, needs) as other:
             while len(rounds) <= options.rounds and not other.error and options.left.lasts(LAST_S):
@@ -417,10 +425,9 @@ def main() -> int:
     parser.add_argument("--memory", type=float, default=0.5, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--cache", default="16GiB", help="of addresses for the KV cache [%(default)s]")
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="`tokens` with CUDA graphs")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="decode by CUDA graphs")
     parser.add_argument("--room", default="1GiB", help="of `tokens`, beside what the engine has [%(default)s]")
     parser.add_argument("--stand-in", action="store_true", help="another engine in vLLM's place, also on the emulated device")
-    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True, help="without CUDA graphs")
     options = parser.parse_args()
     logs = common.begin(options)
     options.cases = options.cases or ["saturation", "tokens", "idle", *(STARTS[:1] if options.quick else STARTS)]

@@ -1,7 +1,7 @@
 """A vLLM engine under measurement by `serve.py`: takes requests of given lengths at given times, as torch_worker.py takes orders.
 
 An engine is anything with `add(name, prompt, output)`, `step()` (which gives the name and number of tokens so far of requests that moved; `last` has
-their tokens), `busy()`, `drop(names)`, `preempted()` and `elastic()`.
+their tokens), `busy()`, `drop(names)`, `preempted()` and `state()`.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ class Vllm:
         """How often requests that are there were preempted."""
         return sum(it.num_preemptions for it in self.scheduler.requests.values())
 
-    def elastic(self) -> dict[str, int]:
-        """What became of an elastic cache; empty without one."""
-        if not self.blocks:
-            return {}
-        memory, graphs = self.blocks.memory, self.engine.vllm_config.compilation_config.cudagraph_mode.name
-        return {"graphs": graphs, "refused": self.blocks.refused, "committed": memory.committed(), **memory.losses()}
+    def state(self) -> dict[str, Any]:
+        """Of which steps it has CUDA graphs, and what became of an elastic cache."""
+        found = {"graphs": self.engine.vllm_config.compilation_config.cudagraph_mode.name}
+        if self.blocks:
+            memory = self.blocks.memory
+            found |= {"refused": self.blocks.refused, "committed": memory.committed(), **memory.losses()}
+        return found
 
     def drop(self, names: Iterable[str]) -> None:
         """Forgets requests."""
@@ -100,7 +101,7 @@ class Vllm:
 
 def greedy(engine: Any, requests: list[list[int]], salt: str | None) -> dict[str, Any]:
     """All of these requests (tokens given, tokens made) at once: the tokens of each, how many requests each step moved, how often they were preempted, and
-    the elastic cache."""
+    its state."""
     made, batches, preempted = dict[str, list[int]](), list[int](), 0
     for number, (prompt, output) in enumerate(requests):
         engine.add(f"greedy-{number}", prompt_of(f"greedy-{number}", prompt), output, salt)
@@ -109,7 +110,7 @@ def greedy(engine: Any, requests: list[list[int]], salt: str | None) -> dict[str
         made |= {name: list(tokens) for name, tokens in engine.last.items()}
         preempted = max(preempted, engine.preempted())
     tokens = [made[f"greedy-{number}"] for number in range(len(requests))]
-    return {"tokens": tokens, "batches": batches, "preempted": preempted} | engine.elastic()
+    return {"tokens": tokens, "batches": batches, "preempted": preempted} | engine.state()
 
 
 def replay(engine: Any, order: dict[str, Any], now: Callable[[], float], sleep: Callable[[float], None], turn: int = 0) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 |---|---|
 | `graph` | a token as one CUDA graph, then a wait; pauses of 1 to 4 ms between requests |
 | `eager` | a token, launched kernel by kernel, then a wait |
+| `short` | `eager` with a quarter of the layers |
 | `batching` | as an engine with continuous batching: 1 ms on the host, a token for each of 1 to 16 sequences, then a wait; now and then a prompt of 512 tokens |
 | `pipeline` | tokens submitted two ahead; a request ends when its token is there, and begins when that before is |
 | `callback` | `eager`, with a host function in the stream that wakes the program |
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-SHAPES = ("graph", "eager", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing")
+SHAPES = ("graph", "eager", "short", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing")
 PAUSE_S = (0.001, 0.004)
 IN_A_ROW = 30  # requests of a kind, where it changes
 AHEAD = 2  # tokens of the pipeline
@@ -54,10 +55,10 @@ class Decoder:
         left, right = value.chunk(2, -1)
         return value * self.turn + torch.cat((-right, left), -1) * self.turn
 
-    def forward(self, state: Any, cached: bool) -> Any:
-        """All layers, for sequences × tokens; with one token each, the cache is the past."""
+    def forward(self, state: Any, cached: bool, layers: int | None = None) -> Any:
+        """The first layers, or all, for sequences × tokens; with one token each, the cache is the past."""
         sequences, tokens, width = state.shape
-        for (inner, outer, gate, up, down), known in zip(self.layers, self.cache):
+        for (inner, outer, gate, up, down), known in zip(self.layers[:layers], self.cache):
             parts = (self.norm(state) @ inner).chunk(3, -1)
             query, key, value = (it.view(sequences, tokens, self.heads, 64).transpose(1, 2) for it in parts)
             query, key = self.rotated(query), self.rotated(key)
@@ -70,9 +71,9 @@ class Decoder:
             state = state + (torch.nn.functional.silu(normed @ gate) * (normed @ up)) @ down
         return state
 
-    def step(self, words: Any) -> Any:
+    def step(self, words: Any, layers: int | None = None) -> Any:
         """The next word of each sequence."""
-        state = self.forward(self.words[words].unsqueeze(1), cached=True)
+        state = self.forward(self.words[words].unsqueeze(1), cached=True, layers=layers)
         return (self.norm(state[:, 0]) @ self.words.T).argmax(-1)
 
     def prompt(self, tokens: int) -> Any:
@@ -109,9 +110,9 @@ class Shapes:
                 for _ in itertools.islice(self.requests(name, random.Random(1)), 5):
                     pass
 
-    def eager(self) -> None:
+    def eager(self, layers: int | None = None) -> None:
         """Submits a token."""
-        self.host[0].copy_(self.decoder.step(self.word), non_blocking=True)
+        self.host[0].copy_(self.decoder.step(self.word, layers), non_blocking=True)
 
     def replay(self) -> None:
         """One token by its graph."""
@@ -119,11 +120,11 @@ class Shapes:
         self.host[0].copy_(self.graph_word, non_blocking=True)
         torch.cuda.current_stream().synchronize()
 
-    def waited(self, wait: Callable[[], None]) -> Iterator[tuple[str, float]]:
+    def waited(self, wait: Callable[[], None], layers: int | None = None) -> Iterator[tuple[str, float]]:
         """Tokens, each waited for."""
         while True:
             begin = time.monotonic()
-            self.eager()
+            self.eager(layers)
             wait()
             yield "eager", begin
 
@@ -193,6 +194,8 @@ class Shapes:
                 return self.graphs(rng)
             case "eager":
                 return self.waited(wait)
+            case "short":
+                return self.waited(wait, len(self.decoder.layers) // 4)
             case "batching":
                 return self.batching(rng)
             case "pipeline":

@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=128, help="tokens [%(default)s]")
     parser.add_argument("--memory", type=float, default=0.2, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
-    parser.set_defaults(eager=True, stand_in=False)
+    parser.set_defaults(graphs=False, stand_in=False)
     options = parser.parse_args()
     logs = common.begin(options)
     for name, usual, quick in (("engines", 3, 2), ("phase", 20.0, 8.0), ("rounds", 3, 1), ("room", "12GiB", "3GiB"), ("high", 8.0, 12.0)):

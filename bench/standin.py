@@ -91,7 +91,7 @@ class StandIn:
         """It has no request computed again."""
         return 0
 
-    def elastic(self) -> dict[str, int]:
+    def state(self) -> dict[str, int]:
         """What became of its cache."""
         limits = self.pool.limits()
         losses = {it: getattr(limits, it) for it in ("taken", "taken_cached", "moved")}

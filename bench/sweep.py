@@ -20,7 +20,7 @@ import peers
 import rounds
 from common import BenchError, Crew, Gpumux, Results
 
-CASES = ["graph", "eager", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing"]
+CASES = ["graph", "eager", "short", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing"]
 TIMESLICES_US = {"1us": 1, "50us": 50, "100us": 100, "200us": 200, "500us": 500, "1ms": 1000, "2ms": 2000}
 MODES = ["alone", "time-slicing", "gpumux", *TIMESLICES_US]
 # A request waits for a tenth of its objective at most.

@@ -35,7 +35,7 @@ class Fake:
 
 
 def options(**others: object) -> argparse.Namespace:
-    given = {"left": engines.Budget(100), "seconds": 9.0, "requests": 2, "cache": 1 << 30, "attention": "X", "eager": True, "memory": 0.5, "model": Path("m"), "stand_in": False}
+    given = {"left": engines.Budget(100), "seconds": 9.0, "requests": 2, "cache": 1 << 30, "attention": "X", "graphs": False, "memory": 0.5, "model": Path("m"), "stand_in": False}
     return argparse.Namespace(**given | others)
 
 
@@ -140,6 +140,14 @@ class Cells(unittest.TestCase):
         layout = {it: engines.mode_of(it, Path(".")).environment().get("KVCACHED_CONTIGUOUS_LAYOUT") for it in ("kvcached", "kvcached-layers")}
         self.assertEqual(layout, {"kvcached": None, "kvcached-layers": "false"})
         self.assertNotIn("compat", engines.program("kvcached-layers")[2])
+
+    def test_engine_that_decodes_without_graphs_although_it_should_is_an_error(self) -> None:
+        with mock.patch.object(engines, "Worker") as made:
+            engines.engine(Mode("stock", Path(".")), "engine", options(graphs=True))
+        self.assertIn("FULL_DECODE_ONLY", made.call_args.args[1][6])
+        engines.check_graphs(Fake([]), {"graphs": "FULL_DECODE_ONLY"}, options(graphs=True))
+        with self.assertRaisesRegex(BenchError, "has CUDA graphs NONE"):
+            engines.check_graphs(Fake([]), {"graphs": "NONE"}, options(graphs=True))
 
     def test_elastic_mode_has_the_worker_class(self) -> None:
         with mock.patch.object(engines, "Worker") as made:
