@@ -2,7 +2,7 @@
 
 `saturation`: `--requests` requests at once, of 128 tokens, which make 128. `rate-8`, `rate-16`, `rate-32`: so many requests a second for 4 s, at random moments, of 512 tokens, which make 64. The engines of all modes
 are there, and take turns in rounds. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`, and where asked for `kvcached` (with its native module, without gpumux) and `kvcached-gpumux` (its
-Python code on `gpumux.compat.kvcached`), `kvcached-layers` (its native module, with a page for each layer instead of one for all), and `elastic-2` and `elastic-64` (granules of about 2 and 64 MiB; those of `elastic` have about 16). Values: `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `finished` of `requests`; `rounds`;
+Python code on `gpumux.compat.kvcached`), `kvcached-layers` (its native module, with a page for each layer instead of one for all), and `elastic-2` and `elastic-64` (granules of about 2 and 64 MiB; those of `elastic` have about 16). Values: `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `finished` of `requests`; `rounds`; `tokens_rel`, tokens/s relative to `stock` in the same rounds;
 `taken` and `refused` granules of `elastic`, in all of these cases together. Values are means over rounds.
 
 `tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,16 @@ def burst(worker: Worker, options: argparse.Namespace, rate: float = 0.0, seed: 
     return found
 
 
+def means(found: Sequence[dict[str, float]], stock: Sequence[dict[str, float]]) -> dict[str, Callable[[Sequence[int]], float]]:
+    """Means of all values over rounds, as functions of how often each round is taken; beside `stock` also `tokens_rel`, the ratio to it in the same rounds."""
+    weighted = lambda cells, key, times: sum(one[key] * n for one, n in zip(cells, times)) / sum(times)  # noqa: E731
+    given = {key: functools.partial(weighted, found, key) for key in found[0]}
+    if found is not stock:
+        base = functools.partial(weighted, stock, "tokens_per_s")
+        given["tokens_rel"] = lambda times: given["tokens_per_s"](times) / base(times)
+    return given
+
+
 def loads(
     cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace
 ) -> Iterator[tuple[str, str, dict[str, float], dict[str, list[float]]]]:
@@ -242,8 +253,7 @@ def loads(
             if not found:
                 raise BenchError("the budget is spent before the first round")
             values, around = dict[str, float](), dict[str, list[float]]()
-            for key in found[0]:
-                mean = lambda times, key=key, found=found: sum(one[key] * n for one, n in zip(found, times)) / sum(times)  # noqa: E731
+            for key, mean in means(found, seen.get((case, "stock"), found)).items():
                 values[key] = mean([1] * len(found))
                 if len(found) >= rounds.LEAST:
                     around[key] = rounds.interval(mean, len(found))

@@ -61,10 +61,17 @@ class Cells(unittest.TestCase):
         values, around = found["stock"]
         self.assertEqual((values["tokens_per_s"], values["finished"], values["taken"], values["rounds"]), (128.0, 2, 3, 5))
         self.assertEqual(around["tokens_per_s"], [128.0, 128.0])
-        self.assertEqual(found["elastic"][0]["tokens_per_s"], 64.0)
+        self.assertEqual((found["elastic"][0]["tokens_per_s"], found["elastic"][0]["tokens_rel"]), (64.0, 0.5))
+        self.assertNotIn("tokens_rel", values)
         self.assertAlmostEqual(values["tpot_p50_ms"], 10.0)
         self.assertEqual(turns[2:6], ["stock", "elastic", "elastic", "stock"], "another begins each round")
         self.assertEqual([it.orders[-1] for it in made.values()], ["close"] * 2)
+
+    def test_ratio_to_stock_pairs_rounds_so_that_a_slow_host_does_not_count(self) -> None:
+        stock, other = ([{"tokens_per_s": it * part} for it in (100.0, 300.0, 50.0)] for part in (1.0, 0.9))
+        ratio = engines.means(other, stock)["tokens_rel"]
+        self.assertEqual([round(ratio(times), 9) for times in ([1, 1, 1], [3, 0, 0], [0, 1, 2])], [0.9] * 3)
+        self.assertNotIn("tokens_rel", engines.means(stock, stock))
 
     def test_rate_counts_from_each_arrival_and_is_the_same_for_all(self) -> None:
         class Engine(Fake):
