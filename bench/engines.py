@@ -166,11 +166,16 @@ def ready(worker: Worker, options: argparse.Namespace) -> None:
     worker.reply(min(common.READY_S, options.left.end - time.monotonic()))
 
 
-def replay(workers: Sequence[Worker], requests: Sequence[Sequence[Sequence[float]]], stop_s: float, **more: Any) -> list[dict[str, Any]]:
-    """The engines have their requests (when, tokens given, tokens made) at the same time; their answers, at the latest after so many seconds."""
+def send(workers: Sequence[Worker], requests: Sequence[Sequence[Sequence[float]]], stop_s: float, **more: Any) -> None:
+    """The engines have their requests (when, tokens given, tokens made) at the same time."""
     start = time.monotonic() + 0.5
     for worker, own in zip(workers, requests, strict=True):
         worker.send(start=start, stop=start + stop_s, requests=own, **more)
+
+
+def replay(workers: Sequence[Worker], requests: Sequence[Sequence[Sequence[float]]], stop_s: float, **more: Any) -> list[dict[str, Any]]:
+    """So too; their answers, at the latest after so many seconds."""
+    send(workers, requests, stop_s, **more)
     return [worker.reply(stop_s + common.REPLY_S) for worker in workers]
 
 

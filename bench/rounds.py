@@ -86,8 +86,13 @@ def draws(rounds: int, seed: int = 1) -> list[list[int]]:
 
 def interval(statistic: Callable[[Sequence[int]], float], rounds: int) -> list[float]:
     """The 95% interval of a statistic of weighted rounds."""
-    found = sorted(statistic(times) for times in draws(rounds))
-    return [found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES) - 1]]
+    return between([statistic(times) for times in draws(rounds)])
+
+
+def between(drawn: Sequence[float]) -> list[float]:
+    """The 95% interval of a statistic by its values for all `draws`."""
+    found = sorted(drawn)
+    return [found[int(0.025 * len(found))], found[int(0.975 * len(found)) - 1]]
 
 
 def statistics_of(cells: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> dict[str, Callable[[Sequence[int]], float]]:

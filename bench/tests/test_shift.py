@@ -17,7 +17,7 @@ import common  # noqa: E402
 import shift  # noqa: E402
 from common import BenchError  # noqa: E402
 
-OPTIONS = argparse.Namespace(phase=10.0, high=8.0, low=0.5, prompt=30, output=4, engines=2, room=4 << 30, attention="A", model=Path("m"), memory=0.2)
+OPTIONS = argparse.Namespace(phase=10.0, high=8.0, low=0.5, prompt=30, output=4, engines=2, room=4 << 30, attention="A", model=Path("m"), memory=0.2, storm=0)
 
 
 class Loads(unittest.TestCase):
@@ -31,6 +31,10 @@ class Loads(unittest.TestCase):
             self.assertEqual(requests, shift.load(number, 3, OPTIONS, seed=1))
         self.assertNotEqual(shift.load(0, 2, OPTIONS, 1), shift.load(0, 2, OPTIONS, 2))
 
+    def test_storm_is_all_requests_of_all_engines_at_once(self) -> None:
+        storm = argparse.Namespace(**{**vars(OPTIONS), "storm": 5})
+        self.assertEqual(shift.load(1, 6, storm, 1), [shift.Request(0.0, 30, 4, True)] * 5)
+
     def test_no_low_load_gives_no_requests(self) -> None:
         quiet = argparse.Namespace(**{**vars(OPTIONS), "low": 0.0})
         self.assertTrue(all(it.high for it in shift.load(1, 2, quiet, 1)))
@@ -42,9 +46,19 @@ class Values(unittest.TestCase):
         answers = [{"first_s": [1.5, None], "last_s": [2.5, None], "tokens": [3, 0]}]
         found = shift.values(came, answers, 10.0)
         self.assertEqual(found, {"ttft": [500.0, 8000.0], "high": [500.0], "tpot": [500.0], "finished": [1.0, 0.0], "end": [2.5]})
-        made = shift.row([found, found])
+        made, around = shift.row([found, found])
+        self.assertEqual(around, {}, "of two rounds")
         self.assertEqual((made["ttft_mean_ms"], made["ttft_p99_ms"], made["finished"]), (4250.0, 8000.0, 0.5))
         self.assertAlmostEqual(made["requests_per_s"], 2 / 5.0)
+
+    def test_intervals_are_of_rounds(self) -> None:
+        one = {"ttft": [100.0], "high": [100.0], "tpot": [10.0], "finished": [1.0], "end": [1.0]}
+        slow = {**one, "ttft": [900.0], "tpot": []}
+        values, around = shift.row([one, one, slow, slow, slow])
+        self.assertAlmostEqual(values["ttft_mean_ms"], 580.0)
+        self.assertEqual(around["ttft_mean_ms"], [260.0, 900.0])
+        self.assertEqual(around["requests_per_s"], [1.0, 1.0])
+        self.assertNotIn("tpot_p50_ms", around, "not each draw of rounds has one")
 
     def test_run_without_a_finished_request_fails(self) -> None:
         came, answers = [[shift.Request(1.0, 8, 3, True)]], [{"first_s": [2.0], "last_s": [2.5], "tokens": [2]}]
@@ -71,10 +85,13 @@ class Fake:
     made: list[str] = []
     silent: set[str] = set()
     slow: set[str] = set()
+    dead: set[str] = set()
+    dies: set[str] = set()
     given: dict[str, Any] = {}
 
     def __init__(self, name: str, arguments: Any, mode: common.Mode, _klass: str, _program: Any) -> None:
         self.given[mode.name], self.mode = json.loads(arguments[6]), mode.name
+        self.process = SimpleNamespace(poll=lambda: 1 if self.name in self.dead else None)
         self.name, self.log, self.answers = name, mode.logs / f"{mode.name}-{name}.log", [{"ready": True}]
         self.made.append(f"{mode.name} {name}")
         self.log.write_text("" if mode.name in self.silent else shift.engines.said(mode.name))
@@ -84,12 +101,16 @@ class Fake:
             self.answers.append({"taken": 3, "refused": 1})
             return
         requests = order["requests"]
+        if self.name in self.dies and len(requests) != shift.WARM:
+            self.dead.add(self.name)
         self.made.append(f"{self.name} serves {len(requests)}")
         at = [it[0] for it in requests]
         tokens = [0 if self.mode in self.slow else it[2] for it in requests]
         self.answers.append({"first_s": [it + 0.1 for it in at], "last_s": [it + 0.4 for it in at], "tokens": tokens})
 
     def reply(self, _timeout: float) -> Any:
+        if self.name in self.dead:
+            raise BenchError("it has ended")
         return self.answers.pop(0)
 
     def close(self) -> None:
@@ -102,7 +123,7 @@ class Plain(common.Mode):
 
 class Runs(unittest.TestCase):
     def run_all(self, *arguments: str) -> tuple[int, dict[str, Any], list[str]]:
-        Fake.made = []
+        Fake.made, Fake.given = [], {}
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(shift.engines, "Worker", Fake))
             for name in ("Gpumux", "_Kvcached", "_KvcachedGpumux"):
@@ -143,6 +164,14 @@ class Runs(unittest.TestCase):
             code, data, _made = self.run_all("--modes", "stock,gpumux")
         self.assertEqual((code, [it["mode"] for it in data["rows"]]), (1, ["gpumux"]))
         self.assertIn("stock: engine-0 did not serve", data["note"])
+
+    def test_engine_that_ends_counts_and_loses_only_its_own_requests(self) -> None:
+        with mock.patch.object(Fake, "dies", {"engine-1"}), mock.patch.object(Fake, "dead", set()):
+            code, data, made = self.run_all("--modes", "elastic", "--storm", "9", "--engines", "3", "--rounds", "2")
+        (row,) = data["rows"]
+        self.assertEqual((code, row["case"], row["values"]["aborts"], row["values"]["taken"]), (0, "3-engines-storm", 1, 6))
+        self.assertAlmostEqual(row["values"]["finished"], 2 / 3, places=5)
+        self.assertEqual(made.count("engine-1 serves 9"), 1, "it is asked no more")
 
     def test_mode_that_is_not_what_it_should_be_is_noted(self) -> None:
         with mock.patch.object(Fake, "silent", {"kvcached"}):
