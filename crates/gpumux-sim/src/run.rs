@@ -129,6 +129,10 @@ enum Happening {
     Arrive(usize),
     /// A closed loop's next request.
     Think(usize),
+    /// Hold kernels take the devices for this request, which will be launched soon, for so long at most.
+    Hold(usize, u64, Nanos),
+    /// They end if it has not been.
+    Missed(usize, u64),
     /// The program launches kernel `1` of request `0`.
     Launch(usize, u64, usize),
     /// The daemon's view of the demand of this tenant's domain number `1` is due.
@@ -230,6 +234,8 @@ struct Player<'a> {
     /// The batch of a language model.
     batch: Vec<Sequence>,
     flights: BTreeMap<u64, Flight>,
+    /// The request for which hold kernels are on the devices.
+    held: Option<u64>,
     latencies: Vec<Nanos>,
     completed: u64,
     /// After the warm-up, noted when it goes: progress and preemptions, summed over places.
@@ -289,8 +295,11 @@ struct Used {
 const TICK: Nanos = 5_000_000;
 /// The longest pause that forfeits nothing of a guarantee.
 const GRACE: Nanos = 5_000_000;
-/// Longest time that hold kernels hold.
-const HOLD: Nanos = 10_000_000;
+/// As the library holds a device ahead of work that was hinted at: at once where it comes sooner than the first, else so long before it, and
+/// for so long beyond the expected moment.
+const SOON: Nanos = 450_000;
+const LEAD: Nanos = 250_000;
+const MARGIN: Nanos = 100_000;
 /// Longest time that a collective spins: longer than any run.
 const SPIN: Nanos = 1 << 60;
 
@@ -332,6 +341,7 @@ impl<'a> Simulation<'a> {
                     queue: VecDeque::new(),
                     batch: Vec::new(),
                     flights: BTreeMap::new(),
+                    held: None,
                     latencies: Vec::new(),
                     completed: 0,
                     received: 0,
@@ -474,6 +484,8 @@ impl<'a> Simulation<'a> {
         match what {
             Happening::Arrive(tenant)
             | Happening::Think(tenant)
+            | Happening::Hold(tenant, ..)
+            | Happening::Missed(tenant, ..)
             | Happening::Launch(tenant, ..)
                 if self.players[tenant].gone => {}
             Happening::Start(tenant) => self.start(tenant),
@@ -494,6 +506,8 @@ impl<'a> Simulation<'a> {
                 self.ask(tenant, self.players[tenant].upcoming);
                 self.go_on(tenant);
             }
+            Happening::Hold(tenant, request, timeout) => self.hold(tenant, request, timeout),
+            Happening::Missed(tenant, request) => self.missed(tenant, request),
             Happening::Launch(tenant, request, kernel) => self.launch(tenant, request, kernel),
         }
     }

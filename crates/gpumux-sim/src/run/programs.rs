@@ -53,14 +53,15 @@ impl Simulation<'_> {
                             .saturating_sub(overhead),
                         false => kernel,
                     };
-                    let request = self.fly(tenant, request.arrived, kernel);
+                    // What passes between the hint and the launch is the program's own: it counts for no request, but the queue does.
+                    let ahead = nanos(hint_us.unwrap_or(0.0) * 1e-6);
+                    let request = self.fly(tenant, request.arrived + ahead, kernel);
                     match hint_us {
-                        Some(ahead) => {
-                            self.hold(tenant);
-                            let at = self.now + nanos(ahead * 1e-6);
-                            if let Some(flight) = self.players[tenant].flights.get_mut(&request) {
-                                flight.arrived = at;
-                            }
+                        Some(_) => {
+                            let at = self.now + ahead;
+                            let lead = if ahead > SOON { LEAD } else { ahead };
+                            self.at(at - lead, Happening::Hold(tenant, request, lead + MARGIN));
+                            self.at(at + MARGIN, Happening::Missed(tenant, request));
                             self.at(at, Happening::Launch(tenant, request, 0));
                         }
                         None if prepare_us > 0.0 => {
@@ -110,18 +111,35 @@ impl Simulation<'_> {
         self.requests
     }
 
-    /// A hint: hold kernels take the devices.
-    pub(super) fn hold(&mut self, tenant: usize) {
+    /// Shortly before work that was hinted at: hold kernels take the devices, unless others of the program have them.
+    pub(super) fn hold(&mut self, tenant: usize, request: u64, timeout: Nanos) {
+        let player = &mut self.players[tenant];
+        if player.held.is_some() || !player.flights.contains_key(&request) {
+            return;
+        }
+        player.held = Some(request);
         for place in 0..self.players[tenant].places.len() {
             self.outstanding(tenant, place, 1);
             let place = &mut self.players[tenant].places[place];
             let gpu = &mut self.gpus[place.device];
             place.holds = (0..2)
                 .map(|_| {
-                    gpu.submit(place.group, place.stream, GpuWork::Hold { timeout: HOLD })
+                    gpu.submit(place.group, place.stream, GpuWork::Hold { timeout })
                         .expect("its own")
                 })
                 .collect();
+        }
+    }
+
+    /// Hold kernels end by themselves where no work came.
+    pub(super) fn missed(&mut self, tenant: usize, request: u64) {
+        if self.players[tenant].held != Some(request) {
+            return;
+        }
+        self.players[tenant].held = None;
+        for place in 0..self.players[tenant].places.len() {
+            self.players[tenant].places[place].holds.clear();
+            self.outstanding(tenant, place, -1);
         }
     }
 
@@ -148,6 +166,7 @@ impl Simulation<'_> {
         let sms = sms.unwrap_or(self.scenario.hardware.sms);
         let last = number + 1 == launches;
         let gang = self.players[tenant].places.len() > 1;
+        self.players[tenant].held = None;
         let mut barriers = Vec::new();
         for place in 0..self.players[tenant].places.len() {
             let held = std::mem::take(&mut self.players[tenant].places[place].holds);

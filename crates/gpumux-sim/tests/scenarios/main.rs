@@ -4,7 +4,7 @@
 mod bounds;
 mod measured;
 
-use gpumux_sim::{Mode, ModeReport, Report, Scenario, TenantReport, Work, run};
+use gpumux_sim::{Arrival, Mode, ModeReport, Report, Scenario, TenantReport, Work, run};
 
 macro_rules! scenarios {
     ($($name:literal),* $(,)?) => {
@@ -210,6 +210,23 @@ fn regular_requests_meet_few_controls() {
         let ratio = p99(Mode::Gpumux) / p99(Mode::Alone);
         assert!(ratio < 1.05, "{name}: {ratio}");
     }
+}
+
+/// A hint 5 ms ahead, 180 times a second: most of the time passes between hints and launches. So requests queue, and their times show it. What is
+/// hinted at holds the device only shortly before it comes.
+#[test]
+fn hints_far_ahead_hide_no_queue_and_hold_no_device() {
+    let mut known = scenario("preempt-hint");
+    (known.seconds, known.modes) = (11.0, vec![Mode::Gpumux]);
+    known.tenants[0].arrival = Arrival::Poisson { rate: 180.0 };
+    if let Work::Kernels { hint_us, .. } = &mut known.tenants[0].work {
+        *hint_us = Some(5_000.0);
+    }
+    let report = run(&known).expect("played");
+    let of = |name| tenant(mode(&report, Mode::Gpumux), name);
+    let (latency, train) = (of("serve").latency.expect("requests"), of("train").received);
+    assert!(latency.p50_ms > 10.0, "{latency:?}");
+    assert!(train > 0.75, "{train}");
 }
 
 #[test]
