@@ -138,13 +138,17 @@ fn entitlement(tenant: &Tenant, devices: &[Device]) -> String {
         let mut here = tenant.domains.iter().filter(|it| it.device == *uuid);
         let wait =
             here.find_map(|domain| (domain.wait_bound_us > 0).then_some(domain.wait_bound_us));
+        let share = entitled(tenant, uuid);
         let wait = wait.map(|us| {
-            let longest = Time(Duration::from_micros(us));
-            format!(", and waits at most {longest} of GPU time")
+            let longest = Duration::from_micros(us);
+            let (lag, longest) = (Time(longest.mul_f64(share.clamp(0.0, 1.0))), Time(longest));
+            format!(
+                ", waits at most {longest} of GPU time and lags behind its share by {lag} at most"
+            )
         });
         parts.push(format!(
             "when all have work {} of {}{}",
-            Percent(entitled(tenant, uuid)),
+            Percent(share),
             gpu(uuid, devices),
             wait.unwrap_or_default()
         ));
@@ -1125,7 +1129,9 @@ mod tests {
         };
         let text = explain(&all[0], &all, &[device], &[]).text;
         assert!(
-            text.contains("50% of GPU 3, and waits at most 12.3 ms of GPU time"),
+            text.contains(
+                "50% of GPU 3, waits at most 12.3 ms of GPU time and lags behind its share by 6.2 ms at most"
+            ),
             "{text}"
         );
         assert!(!text.contains("GPU-0"), "{text}");
