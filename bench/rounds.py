@@ -16,6 +16,7 @@ Rules, fixed here before anything is measured:
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -113,9 +114,16 @@ def statistics_of(cells: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any
         if cells is not alone:
             found[f"{kind}_mean_rel"] = lambda times, pool=pool, base=base: pool.mean(times) / base.mean(times)
     for name in dict.fromkeys(name for it in cells for name in it["rates"]):
-        mine = [it["rates"].get(name, 0.0) for it in cells]
-        found[name] = lambda times, mine=mine: sum(map(lambda it, n: it * n, mine, times)) / sum(times)
+        found[name] = functools.partial(mean_of, [it["rates"].get(name) for it in cells])
     return found
+
+
+def mean_of(values: Sequence[float | None], times: Sequence[int]) -> float:
+    """The mean over the drawn rounds that have a value, or over all rounds that have one."""
+    drawn = [(value, n) for value, n in zip(values, times, strict=True) if value is not None]
+    if not any(n for _value, n in drawn):
+        drawn = [(value, 1) for value, _n in drawn]
+    return sum(value * n for value, n in drawn) / sum(n for _value, n in drawn)
 
 
 # --- rules --------------------------------------------------------------------------------------

@@ -50,6 +50,13 @@ class Statistics(unittest.TestCase):
         low, high = rounds.interval(Pool([[float(at)] * 1000 for at in range(8)]).mean, 8)
         self.assertGreater(high - low, 1.5)
 
+    def test_rate_that_a_round_lacks_is_no_zero(self) -> None:
+        cells = [rounds.cell([1.0], switch_ms=0.15), rounds.cell([1.0]), rounds.cell([1.0], switch_ms=0.17)]
+        mean = rounds.statistics_of(cells, cells)["switch_ms"]
+        self.assertAlmostEqual(mean([1, 1, 1]), 0.16)
+        self.assertAlmostEqual(mean([2, 0, 1]), 0.47 / 3)
+        self.assertAlmostEqual(mean([0, 3, 0]), 0.16, msg="of all, where no drawn round has it")
+
     def test_ratios_are_to_alone_in_the_same_rounds(self) -> None:
         good = [one(at, [1.0 + at] * 400, [2.0 + 2 * at] * 400) for at in range(6)]
         row = rounds.row("a", "gpumux", good)
