@@ -9,7 +9,6 @@ and preempts its own requests. What doesn't fit (another version, several GPUs, 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
 from typing import Any, Iterator
@@ -30,6 +29,7 @@ except ImportError as error:
 import gpumux
 from gpumux import kv
 from gpumux._blocks import Blocks, layout
+from gpumux.torch import allocator
 
 logger = logging.getLogger("vllm.gpumux")
 VERSIONS = ("0.24.",)
@@ -103,11 +103,8 @@ class Memory:
             except kv.PoolError:
                 return 0
 
-        self.give = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(give)
-        # PyTorch frees it when the process ends, and Python's functions can't be called any more: by a function that does nothing.
-        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
-        allocator = torch._C._cuda_customAllocator(ctypes.cast(self.give, ctypes.c_void_p).value, nothing)
-        self.pool = torch.cuda.MemPool(allocator)
+        self.give = give
+        self.pool = torch.cuda.MemPool(allocator(give))
         _kept.append(self)
 
     def clear(self, first: int, count: int) -> None:

@@ -159,7 +159,7 @@ class Workers(unittest.TestCase):
     def test_what_pytorch_takes_beside_the_cache_is_device_memory(self) -> None:
         give = started(configuration(), cache()).gpumux.give
         DRIVER.alloc.side_effect = [1 << 31, kv.PoolError("no room")]
-        self.assertEqual([give(2 * MIB, 0, None) for _ in range(2)], [1 << 31, None])
+        self.assertEqual([give(2 * MIB, 0, None) for _ in range(2)], [1 << 31, 0])
 
     def test_what_does_not_fit_has_vllm_s_own_memory(self) -> None:
         connector, sleeping, other = configuration(), configuration(), configuration()
