@@ -23,8 +23,6 @@ except ImportError as error:
 
 from gpumux import kv
 
-_GRANULE = 2 << 20
-"""PyTorch's segments are multiples of it, and each range has one granule of its own."""
 _Give = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _kept: list[Any] = []  # What PyTorch may call until the process ends.
 
@@ -47,9 +45,10 @@ def _elastic(wait_s: float) -> Any:
     """The allocator of all pools that wait so long."""
 
     def give(size: int, device: int, _stream: int | None) -> int:
-        granules = -(-size // _GRANULE)
+        granule = kv._granule_of(size)
+        granules = -(-size // granule)
         try:
-            memory = kv._Elastic(device, granules * _GRANULE, _GRANULE)
+            memory = kv._Elastic(device, granules * granule, granule)
         except kv.PoolError:
             return 0
         if memory.commit(0, granules, wait_s):
@@ -76,7 +75,7 @@ def mem_pool(*, wait_s: float = 30.0, fallback: bool = True) -> Any:
     if not torch.cuda.is_available():
         raise kv.PoolError("PyTorch finds no GPU, and its memory pools are of GPUs (for memory of the host, use gpumux.kv.Pool)")
     try:
-        kv._Elastic(torch.cuda.current_device(), _GRANULE, _GRANULE).close()
+        kv._Elastic(torch.cuda.current_device(), 2 << 20, 2 << 20).close()
     except kv.PoolError as error:
         if not fallback:
             raise

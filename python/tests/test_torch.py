@@ -82,6 +82,12 @@ class Pools(unittest.TestCase):
         free(address, 20 * MIB + 1, 3, None)
         self.assertEqual(FREED, [address])
 
+    def test_large_segment_has_larger_granules(self) -> None:
+        give, _free = self.functions()
+        for size in (8 << 30, 8 << 30 | 2 * MIB, 1 << 40):
+            give(size, 0, None)
+        self.assertEqual([it.granule for it in Range.made], [2 * MIB, 4 * MIB, 16 * MIB])
+
     def test_segment_without_memory_is_none_and_keeps_no_range(self) -> None:
         give, _free = self.functions()
         Range.room = False
