@@ -263,6 +263,11 @@ def _backing(device: int, size: int, granule: int, fallback: bool) -> Any:
     return plain
 
 
+def _granule_of(size: int) -> int:
+    """Granules as small as a range of this size can have without having too many."""
+    return next((it << 20 for it in (2, 4, 8) if size // (it << 20) <= 4096), 16 << 20)
+
+
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Neighbours among sorted numbers: the first, and how many."""
     first = count = -1

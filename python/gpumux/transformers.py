@@ -33,7 +33,6 @@ import gpumux
 from gpumux import kv
 
 VERSIONS = tuple(f"5.{minor}." for minor in range(17, 25))
-_MIB = 1 << 20
 _ALIGN = 128
 """Bytes at which keys and values of a token begin: attention kernels read them in pieces of up to 16 bytes."""
 _SPARE = 4
@@ -53,11 +52,6 @@ def _device(states: Any) -> int:
     if states.device.type != "cuda":
         raise Unfit(f"the model is on {states.device.type}, not on a GPU")
     return int(states.device.index)
-
-
-def _granule(size: int) -> int:
-    """Granules as small as a range of this size can have without having too many."""
-    return next((it for it in (2 * _MIB, 4 * _MIB, 8 * _MIB) if size // it <= 4096), 16 * _MIB)
 
 
 def _first(ranges: list[Any]) -> Any:
@@ -102,7 +96,7 @@ class _Arena:
     """An elastic range in which layers of one cache lie, and one tensor of all of it, which keeps it."""
 
     def __init__(self, device: int, each: int, layers: int) -> None:
-        granule = _granule(each * layers)
+        granule = kv._granule_of(each * layers)
         size = math.ceil(each / granule) * granule * layers
         self.memory = next(filter(None, (self._reuse(it, device, size, granule) for it in list(_spare))), None) or _Range(device, size, granule)
         self.granule, self.used = granule, 0

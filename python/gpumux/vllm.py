@@ -9,7 +9,6 @@ and preempts its own requests. What doesn't fit (another version, several GPUs, 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
 from typing import Any, Iterator
@@ -30,6 +29,7 @@ except ImportError as error:
 import gpumux
 from gpumux import kv
 from gpumux._blocks import Blocks, layout
+from gpumux.torch import allocator
 
 logger = logging.getLogger("vllm.gpumux")
 VERSIONS = ("0.24.",)
@@ -41,14 +41,9 @@ class Unfit(Exception):
     """Why the KV cache isn't elastic."""
 
 
-def check_executor(parallel: Any) -> None:
-    """Raises ValueError where scheduler and worker are different processes."""
-    if parallel.world_size != 1 or parallel.distributed_executor_backend not in (None, "uni"):
-        raise ValueError(
-            f"gpumux.vllm.Worker needs vLLM's scheduler and worker in one process, not {parallel.world_size} workers of executor "
-            f"{parallel.distributed_executor_backend}: use one GPU and --distributed-executor-backend uni, or leave --worker-cls out (the KV cache "
-            "has a fixed size then)"
-        )
+def in_one_process(parallel: Any) -> bool:
+    """Whether vLLM's scheduler and its only worker are one process."""
+    return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
 
 
 def pages(config: Any) -> list[int]:
@@ -103,11 +98,8 @@ class Memory:
             except kv.PoolError:
                 return 0
 
-        self.give = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(give)
-        # PyTorch frees it when the process ends, and Python's functions can't be called any more: by a function that does nothing.
-        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
-        allocator = torch._C._cuda_customAllocator(ctypes.cast(self.give, ctypes.c_void_p).value, nothing)
-        self.pool = torch.cuda.MemPool(allocator)
+        self.give = give
+        self.pool = torch.cuda.MemPool(allocator(give))
         _kept.append(self)
 
     def clear(self, first: int, count: int) -> None:
@@ -207,10 +199,9 @@ def scheduler_class(base: type, memory: Memory) -> type:
 
 
 class Worker(GpuWorker):
-    """vLLM's worker for one GPU, with an elastic KV cache."""
+    """vLLM's worker, with an elastic KV cache where it is the only one."""
 
     def __init__(self, vllm_config: Any, *arguments: Any, **options: Any) -> None:
-        check_executor(vllm_config.parallel_config)
         self.gpumux: Memory | None = None
         super().__init__(vllm_config, *arguments, **options)
 
@@ -224,6 +215,8 @@ class Worker(GpuWorker):
             logger.warning("gpumux: the KV cache has a fixed size: vLLM has not taken it from gpumux's memory")
             self.gpumux = None
         config = self.vllm_config.scheduler_config
+        if not in_one_process(self.vllm_config.parallel_config):
+            return  # The scheduler is another process's.
         base = counting(AsyncScheduler if config.async_scheduling else SyncScheduler)
         if not self.gpumux:
             config.scheduler_cls = config.scheduler_cls or base
@@ -237,6 +230,12 @@ class Worker(GpuWorker):
     def _memory(self, config: Any) -> Memory:
         if not vllm.__version__.startswith(VERSIONS):
             raise Unfit(f"vLLM {vllm.__version__} is not one of {', '.join(VERSIONS)}x")
+        parallel = self.vllm_config.parallel_config
+        if not in_one_process(parallel):
+            raise Unfit(
+                f"vLLM has {parallel.world_size} workers of executor {parallel.distributed_executor_backend}, and its scheduler may be in another "
+                "process (elastic: one GPU and --distributed-executor-backend uni)"
+            )
         if self.vllm_config.model_config.enable_cumem_allocator:
             raise Unfit("vLLM's sleep mode has memory of its own (use `gpumux.sleep()` instead)")
         if self.vllm_config.kv_transfer_config is not None:

@@ -142,11 +142,17 @@ def started(config: Some, given: Some) -> object:
 
 
 class Workers(unittest.TestCase):
-    def test_several_processes_are_refused_with_a_way_out(self) -> None:
-        config = configuration()
-        config.parallel_config = Some(world_size=2, distributed_executor_backend="mp")
-        with self.assertRaisesRegex(ValueError, "2 workers of executor mp.*backend uni"):
-            module.Worker(config)
+    def test_several_processes_have_vllm_s_own_cache_and_scheduler(self) -> None:
+        for workers, executor in ((2, "mp"), (1, "mp"), (2, None), (4, "external_launcher")):
+            config, given = configuration(), cache()
+            config.parallel_config = Some(world_size=workers, distributed_executor_backend=executor)
+            with self.assertLogs("vllm.gpumux", "WARNING") as logs:
+                worker = started(config, given)
+            self.assertRegex(logs.output[0], f"fixed size: vLLM has {workers} workers of executor {executor}.*backend uni")
+            self.assertIs(worker.given, given)
+            self.assertEqual(given.kv_cache_tensors[1].offset, 0)
+            self.assertIsNone(worker.gpumux)
+            self.assertIsNone(config.scheduler_config.scheduler_cls)
 
     def test_cache_is_packed_into_an_elastic_range(self) -> None:
         config, given = configuration(), cache()
@@ -159,7 +165,7 @@ class Workers(unittest.TestCase):
     def test_what_pytorch_takes_beside_the_cache_is_device_memory(self) -> None:
         give = started(configuration(), cache()).gpumux.give
         DRIVER.alloc.side_effect = [1 << 31, kv.PoolError("no room")]
-        self.assertEqual([give(2 * MIB, 0, None) for _ in range(2)], [1 << 31, None])
+        self.assertEqual([give(2 * MIB, 0, None) for _ in range(2)], [1 << 31, 0])
 
     def test_what_does_not_fit_has_vllm_s_own_memory(self) -> None:
         connector, sleeping, other = configuration(), configuration(), configuration()

@@ -1,0 +1,84 @@
+"""A memory pool of PyTorch's whose memory is elastic.
+
+    import gpumux.torch, torch
+
+    with torch.cuda.use_mem_pool(gpumux.torch.mem_pool()):
+        weights = torch.empty(1 << 30, device="cuda")
+
+Each segment that PyTorch takes for the pool is an elastic range. All of it is in use until PyTorch frees it, so that it moves to the host and back
+as other memory. It is not there for others while PyTorch keeps it: for memory that follows what is in use, see `gpumux.kv`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from typing import Any, Callable
+
+try:
+    import torch  # type: ignore[import-not-found,unused-ignore]
+except ImportError as error:
+    raise ImportError(f"gpumux.torch is for programs that have PyTorch: {error}") from error
+
+from gpumux import kv
+
+_Give = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+_kept: list[Any] = []  # What PyTorch may call until the process ends.
+
+
+def allocator(give: Callable[[int, int, int | None], int], free: Any = None) -> Any:
+    """An allocator for `torch.cuda.MemPool`. `give(bytes, device, stream)` returns an address, or 0 where there is no memory; the C function
+    `free(address)` gets it back, by default one that does nothing.
+
+    `free` is no function of Python's: PyTorch also frees memory when the process ends, and Python's can't be called any more.
+    """
+    function = _Give(give)
+    free = ctypes.cast(free or ctypes.CDLL(None).getpid, ctypes.c_void_p)
+    made = torch._C._cuda_customAllocator(ctypes.cast(function, ctypes.c_void_p).value, free.value)
+    _kept.append((function, made))
+    return made
+
+
+@functools.lru_cache(maxsize=None)
+def _elastic(wait_s: float) -> Any:
+    """The allocator of all pools that wait so long."""
+
+    def give(size: int, device: int, _stream: int | None) -> int:
+        granule = kv._granule_of(size)
+        granules = -(-size // granule)
+        try:
+            memory = kv._Elastic(device, granules * granule, granule)
+        except kv.PoolError:
+            return 0
+        if memory.commit(0, granules, wait_s):
+            memory.close()
+            return 0
+        return memory.address
+
+    return allocator(give, kv._range_free)
+
+
+def mem_pool(*, wait_s: float = 30.0, fallback: bool = True) -> Any:
+    """A `torch.cuda.MemPool` whose memory is elastic, on the device that is current when memory is taken.
+
+    Memory that others have is awaited for `wait_s`; then PyTorch raises torch.cuda.OutOfMemoryError, and the program may go on. Where memory
+    can't be elastic, as without `gpumux run`, the pool has PyTorch's own memory and a warning has the reason; with `fallback=False` it is a
+    PoolError. Without a GPU, or without `torch.cuda.MemPool`, it always is.
+
+    PyTorch holds its allocator's lock while it takes a segment, and the pool needs Python's. A thread that frees a CUDA tensor meanwhile may hold
+    Python's and wait for the allocator's: neither goes on. Programs with such threads have to set
+    PYTORCH_CUDA_ALLOC_CONF=release_lock_on_cudamalloc:True.
+    """
+    if not hasattr(torch.cuda, "MemPool"):
+        raise kv.PoolError(f"PyTorch {torch.__version__} has no torch.cuda.MemPool: use 2.5 or newer")
+    if not torch.cuda.is_available():
+        raise kv.PoolError("PyTorch finds no GPU, and its memory pools are of GPUs (for memory of the host, use gpumux.kv.Pool)")
+    try:
+        kv._Elastic(torch.cuda.current_device(), 2 << 20, 2 << 20).close()
+    except kv.PoolError as error:
+        if not fallback:
+            raise
+        warnings.warn(f"gpumux.torch: the pool has PyTorch's own memory: {error}", stacklevel=2)
+        return torch.cuda.MemPool()
+    return torch.cuda.MemPool(_elastic(min(max(0.0, float(wait_s)), kv._LONGEST_S)))

@@ -1,0 +1,135 @@
+"""Tests of `gpumux.torch` with a stand-in for PyTorch, which takes and frees segments as PyTorch does: by the addresses of two functions."""
+
+import ctypes
+import importlib
+import sys
+import unittest
+import warnings
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpumux import kv  # noqa: E402
+
+MIB = 1 << 20
+
+
+class Range:
+    """Stands in for an elastic range of gpumux's."""
+
+    made: list = []
+    room = True
+
+    def __init__(self, device: int, size: int, granule: int) -> None:
+        Range.made.append(self)
+        self.address = len(Range.made) << 40
+        self.device, self.size, self.granule, self.commits, self.closed = device, size, granule, [], False
+
+    def commit(self, first: int, count: int, wait_s: float) -> int:
+        self.commits.append((first, count, wait_s))
+        return 0 if Range.room else 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+FREED: list = []
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
+def range_free(address: int) -> int:
+    FREED.append(address)
+    return 0
+
+
+def loaded(**of_cuda: object) -> tuple[ModuleType, mock.MagicMock]:
+    """`gpumux.torch` and the stand-in for what it imports."""
+    torch = mock.MagicMock(__version__="2.9.0")
+    torch.cuda.current_device.return_value = 1
+    torch._C._cuda_customAllocator = lambda give, free: (give, free)
+    torch.cuda.MemPool = lambda allocator=None: allocator
+    torch.cuda.configure_mock(**of_cuda)
+    with mock.patch.dict(sys.modules, {"torch": torch}):
+        sys.modules.pop("gpumux.torch", None)
+        return importlib.import_module("gpumux.torch"), torch
+
+
+class Pools(unittest.TestCase):
+    def setUp(self) -> None:
+        Range.made.clear()
+        FREED.clear()
+        Range.room = True
+        for name, value in (("_Elastic", Range), ("_range_free", range_free)):
+            patch = mock.patch.object(kv, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.module, self.torch = loaded()
+
+    def functions(self) -> tuple:
+        give, free = self.module.mem_pool(wait_s=2)
+        Range.made.clear()  # one was to see whether memory can be elastic
+        taking = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+        freeing = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+        return taking(give), freeing(free)
+
+    def test_segment_is_a_range_that_is_all_in_use(self) -> None:
+        give, free = self.functions()
+        address = give(20 * MIB + 1, 3, None)
+        (made,) = Range.made
+        self.assertEqual((address, made.device, made.size, made.commits), (made.address, 3, 22 * MIB, [(0, 11, 2.0)]))
+        free(address, 20 * MIB + 1, 3, None)
+        self.assertEqual(FREED, [address])
+
+    def test_large_segment_has_larger_granules(self) -> None:
+        give, _free = self.functions()
+        for size in (8 << 30, 8 << 30 | 2 * MIB, 1 << 40):
+            give(size, 0, None)
+        self.assertEqual([it.granule for it in Range.made], [2 * MIB, 4 * MIB, 16 * MIB])
+
+    def test_segment_without_memory_is_none_and_keeps_no_range(self) -> None:
+        give, _free = self.functions()
+        Range.room = False
+        self.assertIsNone(give(2 * MIB, 0, None))
+        self.assertTrue(Range.made[0].closed)
+        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no addresses")):
+            self.assertIsNone(give(2 * MIB, 0, None))
+
+    def test_range_that_shows_whether_it_works_is_freed(self) -> None:
+        self.module.mem_pool()
+        self.assertEqual([(it.device, it.closed) for it in Range.made], [(1, True)])
+
+    def test_pools_have_one_allocator(self) -> None:
+        self.assertIs(self.module.mem_pool(), self.module.mem_pool())
+
+    def test_pool_without_the_library_has_pytorch_s_memory(self) -> None:
+        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no library")):
+            with warnings.catch_warnings(record=True) as given:
+                warnings.simplefilter("always")
+                self.assertIsNone(self.module.mem_pool())
+            self.assertEqual(given[0].filename, __file__)
+            self.assertIn("PyTorch's own memory: no library", str(given[0].message))
+            with self.assertRaisesRegex(kv.PoolError, "no library"):
+                self.module.mem_pool(fallback=False)
+
+    def test_no_gpu_is_an_error_that_names_the_way_out(self) -> None:
+        module, _torch = loaded(is_available=lambda: False)
+        with self.assertRaisesRegex(kv.PoolError, "no GPU.*gpumux.kv.Pool"):
+            module.mem_pool()
+
+    def test_pytorch_without_pools_is_named(self) -> None:
+        module, torch = loaded()
+        del torch.cuda.MemPool
+        with self.assertRaisesRegex(kv.PoolError, "PyTorch 2.9.0 has no torch.cuda.MemPool: use 2.5"):
+            module.mem_pool()
+
+    def test_import_without_pytorch_says_what_is_missing(self) -> None:
+        with mock.patch.dict(sys.modules, {"torch": None}):
+            sys.modules.pop("gpumux.torch", None)
+            with self.assertRaisesRegex(ImportError, "gpumux.torch is for programs that have PyTorch"):
+                importlib.import_module("gpumux.torch")
+
+
+if __name__ == "__main__":
+    unittest.main()
