@@ -51,6 +51,7 @@ _WHY = {
 _range_new = gpumux._function(
     "gpumux_range_new", ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p
 )
+_segment = gpumux._function("gpumux_segment", ctypes.c_uint64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
 _range_free = gpumux._function("gpumux_range_free", ctypes.c_int, ctypes.c_uint64)
 _commit = gpumux._function(
     "gpumux_commit", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint

@@ -41,34 +41,18 @@ def allocator(give: Callable[[int, int, int | None], int], free: Any = None) -> 
 
 
 @functools.lru_cache(maxsize=None)
-def _elastic(wait_s: float) -> Any:
-    """The allocator of all pools that wait so long."""
-
-    def give(size: int, device: int, _stream: int | None) -> int:
-        granule = kv._granule_of(size)
-        granules = -(-size // granule)
-        try:
-            memory = kv._Elastic(device, granules * granule, granule)
-        except kv.PoolError:
-            return 0
-        if memory.commit(0, granules, wait_s):
-            memory.close()
-            return 0
-        return memory.address
-
-    return allocator(give, kv._range_free)
+def _elastic() -> Any:
+    """The allocator of all pools. PyTorch calls it with its allocator's lock held, so nothing of it may wait for Python's."""
+    give, free = (ctypes.cast(it, ctypes.c_void_p).value for it in (kv._segment, kv._range_free))
+    return torch._C._cuda_customAllocator(give, free)
 
 
-def mem_pool(*, wait_s: float = 30.0, fallback: bool = True) -> Any:
+def mem_pool(*, fallback: bool = True) -> Any:
     """A `torch.cuda.MemPool` whose memory is elastic, on the device that is current when memory is taken.
 
-    Memory that others have is awaited for `wait_s`; then PyTorch raises torch.cuda.OutOfMemoryError, and the program may go on. Where memory
+    Memory that others have is awaited for 30 s; then PyTorch raises torch.cuda.OutOfMemoryError, and the program may go on. Where memory
     can't be elastic, as without `gpumux run`, the pool has PyTorch's own memory and a warning has the reason; with `fallback=False` it is a
     PoolError. Without a GPU, or without `torch.cuda.MemPool`, it always is.
-
-    PyTorch holds its allocator's lock while it takes a segment, and the pool needs Python's. A thread that frees a CUDA tensor meanwhile may hold
-    Python's and wait for the allocator's: neither goes on. Programs with such threads have to set
-    PYTORCH_CUDA_ALLOC_CONF=release_lock_on_cudamalloc:True.
     """
     if not hasattr(torch.cuda, "MemPool"):
         raise kv.PoolError(f"PyTorch {torch.__version__} has no torch.cuda.MemPool: use 2.5 or newer")
@@ -76,9 +60,11 @@ def mem_pool(*, wait_s: float = 30.0, fallback: bool = True) -> Any:
         raise kv.PoolError("PyTorch finds no GPU, and its memory pools are of GPUs (for memory of the host, use gpumux.kv.Pool)")
     try:
         kv._Elastic(torch.cuda.current_device(), 2 << 20, 2 << 20).close()
+        if not kv._segment:
+            raise kv.PoolError("gpumux's library is older than this package, and has no segments")
     except kv.PoolError as error:
         if not fallback:
             raise
         warnings.warn(f"gpumux.torch: the pool has PyTorch's own memory: {error}", stacklevel=2)
         return torch.cuda.MemPool()
-    return torch.cuda.MemPool(_elastic(min(max(0.0, float(wait_s)), kv._LONGEST_S)))
+    return torch.cuda.MemPool(_elastic())

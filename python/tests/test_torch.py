@@ -20,22 +20,21 @@ class Range:
     """Stands in for an elastic range of gpumux's."""
 
     made: list = []
-    room = True
 
     def __init__(self, device: int, size: int, granule: int) -> None:
         Range.made.append(self)
-        self.address = len(Range.made) << 40
-        self.device, self.size, self.granule, self.commits, self.closed = device, size, granule, [], False
-
-    def commit(self, first: int, count: int, wait_s: float) -> int:
-        self.commits.append((first, count, wait_s))
-        return 0 if Range.room else 1
+        self.device, self.closed = device, False
 
     def close(self) -> None:
         self.closed = True
 
 
 FREED: list = []
+
+
+@ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
+def segment(size: int, device: int, _stream: object) -> int:
+    return size << 8 | device
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
@@ -60,41 +59,23 @@ class Pools(unittest.TestCase):
     def setUp(self) -> None:
         Range.made.clear()
         FREED.clear()
-        Range.room = True
-        for name, value in (("_Elastic", Range), ("_range_free", range_free)):
+        for name, value in (("_Elastic", Range), ("_segment", segment), ("_range_free", range_free)):
             patch = mock.patch.object(kv, name, value)
             patch.start()
             self.addCleanup(patch.stop)
         self.module, self.torch = loaded()
 
-    def functions(self) -> tuple:
-        give, free = self.module.mem_pool(wait_s=2)
-        Range.made.clear()  # one was to see whether memory can be elastic
-        taking = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-        freeing = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-        return taking(give), freeing(free)
+    def test_segments_are_taken_and_freed_by_the_library_s_own_functions(self) -> None:
+        give, free = self.module.mem_pool()
+        taking = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(give)
+        freeing = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(free)
+        self.assertEqual(taking(20 * MIB, 3, None), 20 * MIB << 8 | 3)
+        freeing(5 << 40, 20 * MIB, 3, None)
+        self.assertEqual(FREED, [5 << 40])
 
-    def test_segment_is_a_range_that_is_all_in_use(self) -> None:
-        give, free = self.functions()
-        address = give(20 * MIB + 1, 3, None)
-        (made,) = Range.made
-        self.assertEqual((address, made.device, made.size, made.commits), (made.address, 3, 22 * MIB, [(0, 11, 2.0)]))
-        free(address, 20 * MIB + 1, 3, None)
-        self.assertEqual(FREED, [address])
-
-    def test_large_segment_has_larger_granules(self) -> None:
-        give, _free = self.functions()
-        for size in (8 << 30, 8 << 30 | 2 * MIB, 1 << 40):
-            give(size, 0, None)
-        self.assertEqual([it.granule for it in Range.made], [2 * MIB, 4 * MIB, 16 * MIB])
-
-    def test_segment_without_memory_is_none_and_keeps_no_range(self) -> None:
-        give, _free = self.functions()
-        Range.room = False
-        self.assertIsNone(give(2 * MIB, 0, None))
-        self.assertTrue(Range.made[0].closed)
-        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no addresses")):
-            self.assertIsNone(give(2 * MIB, 0, None))
+    def test_older_library_is_named(self) -> None:
+        with mock.patch.object(kv, "_segment", None), self.assertRaisesRegex(kv.PoolError, "library is older"):
+            self.module.mem_pool(fallback=False)
 
     def test_range_that_shows_whether_it_works_is_freed(self) -> None:
         self.module.mem_pool()

@@ -286,6 +286,23 @@ fn forked_child_has_no_pool_and_its_parent_keeps_it() {
     );
 }
 
+/// As PyTorch's allocator takes and frees segments: no Python runs in it, and its threads may have called nothing of CUDA before.
+#[test]
+fn segment_is_all_in_use_and_its_memory_comes_back() {
+    let Some((_node, _owner, mut borrower)) = two("--memory-limit 200MiB") else {
+        return;
+    };
+    borrower.runs("take = lambda size: gpumux.kv._segment(size, 0, None); whole = 100 * MIB + 1; at = take(whole); assert at");
+    // The last byte that was asked for, too.
+    borrower.runs(
+        "call('cuMemsetD8_v2', ctypes.c_uint64(at), 7, ctypes.c_size_t(whole)); found = ctypes.c_ubyte(); \
+         call('cuMemcpyDtoH_v2', ctypes.byref(found), ctypes.c_uint64(at + whole - 1), ctypes.c_size_t(1)); assert found.value == 7",
+    );
+    borrower.runs("assert take(150 * MIB) == take(0) == take(-1) == 0");
+    borrower.runs("assert gpumux.kv._range_free(at) == 0");
+    borrower.runs("made = []; thread = threading.Thread(target=lambda: made.append(take(150 * MIB))); thread.start(); thread.join(); assert made[0]");
+}
+
 /// What takes kvcached's place: tensors of two layers, in pages of 8 MiB.
 const KVCACHED: &str = "import types; sys.modules['torch'] = types.SimpleNamespace(from_dlpack=lambda it: it); \
     from gpumux.compat import _vmm_ops as ops; ops.init_kvcached('cuda:0'); \

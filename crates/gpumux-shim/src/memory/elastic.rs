@@ -25,7 +25,7 @@ use crate::{
     },
     memory::{
         allocate,
-        answers::{DONE, FULL, LATER, REFUSED, UNKNOWN, own_context},
+        answers::{DONE, FULL, LATER, NO_CONTEXT, REFUSED, UNKNOWN, own_context},
         attempt::{self, Refused},
         block::{Block, Departed, Elastic},
         granules::{CACHED, FREE, IN_USE, OUT, Table, is_settable},
@@ -33,6 +33,7 @@ use crate::{
         space::{self, Space, with},
         vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
     },
+    work,
 };
 
 /// Size of a granule where the program names none.
@@ -41,6 +42,10 @@ const DEFAULT: u64 = 16 << 20;
 const LARGEST: u64 = 1 << 46;
 /// How long a call that needs no memory of others waits for the process's own.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a segment waits for memory that others have.
+const SEGMENT: Duration = Duration::from_secs(30);
+/// A segment has as small granules as it can have without having more than so many.
+const MANY: u64 = 4096;
 /// How often the daemon receives what needs no copy.
 const PERIOD: Duration = Duration::from_millis(50);
 /// For how long a target stays low after others lacked room.
@@ -233,6 +238,26 @@ fn back(
     Ok(if settled { DONE } else { LATER })
 }
 
+/// `gpumux_segment`: the address of a range that is all in use.
+fn segment(device: c_int, bytes: u64) -> Option<u64> {
+    let make = || {
+        let mut small = [GRANULE, 2 * GRANULE, 4 * GRANULE].into_iter();
+        let granule = small.find(|it| bytes / it <= MANY).unwrap_or(DEFAULT);
+        let table = new(device, bytes, granule).ok()?;
+        let (address, count) = (table.address(), table.granules() as u64);
+        let made = commit(address, 0, count, SEGMENT) == DONE;
+        if !made {
+            let _ = allocate::free(address, || OUT_OF_MEMORY);
+        }
+        made.then_some(address)
+    };
+    match own_context(device) {
+        // A thread that has called nothing of CUDA yet.
+        Err(NO_CONTEXT) => within(work::primary_context(device)?, make)?,
+        _ => make(),
+    }
+}
+
 /// Takes the memory from behind these, which nothing may be using; bytes that have come free.
 fn vacate(table: Table, indices: &[usize]) -> u64 {
     let address = table.address();
@@ -339,6 +364,13 @@ extern "C" fn gpumux_range_free(address: u64) -> c_int {
         let _ = allocate::free(address, || OUT_OF_MEMORY);
         DONE
     })
+}
+
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_segment(bytes: i64, device: c_int, _stream: *mut c_void) -> u64 {
+    let bytes = u64::try_from(bytes).unwrap_or(0);
+    guarded(0, || segment(device, bytes).unwrap_or(0))
 }
 
 /// See `include/gpumux.h`.
