@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -440,9 +441,20 @@ def unsourced(text: str) -> list[tuple[int, str]]:
     return found
 
 
+def unexplained(data: dict[str, Any]) -> list[str]:
+    """Cases and modes that a committed call was to measure, and of which neither a row nor the note tells."""
+    words, found = shlex.split(data.get("command", "")), list[str]()
+    for flag, key in (("--cases", "case"), ("--modes", "mode")):
+        asked = words[words.index(flag) + 1].split(",") if flag in words[:-1] else []
+        there = {row.get(key) for row in data["rows"]}
+        found += [it for it in asked if it not in there and it.lower() not in data.get("note", "").lower()]
+    return found
+
+
 def documents(root: Path) -> list[Path]:
     """The README and the pages of the book that people write."""
-    return [root / "README.md", *sorted(path for path in (root / "docs").glob("*.md") if path.name not in GENERATED)]
+    pages = [*(root / "docs").glob("*.md"), *(root / "docs/adr").glob("*.md")]
+    return [root / "README.md", *sorted(path for path in pages if path.name not in GENERATED)]
 
 
 def main() -> int:
@@ -465,7 +477,10 @@ def main() -> int:
         return 0
     wrong = [f"{path} does not match bench/results: run python3 bench/plot.py" for path in stale]
     wrong += [f"bench/results/{name}.json has no table in any document" for name in untold]
-    for page in pages:
+    for path in sorted(options.results.glob("*.json")):
+        wrong += [f"{path}: {it} was asked for, and has no row and no word in the note" for it in unexplained(json.loads(path.read_text()))]
+    # Decisions are records: what they say of a day may have its source in them.
+    for page in (it for it in pages if it.parent.name != "adr"):
         name = os.path.relpath(page, options.root)
         wrong += [f"{name}:{line}: {found} has no source in bench/results" for line, found in unsourced(files[page])]
     drawn = {path.name for path in files}

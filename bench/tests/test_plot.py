@@ -104,6 +104,11 @@ class Plot(unittest.TestCase):
         (self.results / "kernels-h100.json").write_text(json.dumps(DATA | {"bench": "kernels"}))
         self.assertEqual(plot.outputs(self.results, [self.readme])[1], ["kernels-h100"])
 
+    def test_case_that_was_asked_for_has_a_row_or_a_word(self) -> None:
+        call = {"command": "python3 bench/x.py --cases a,'b c' --modes alone,gpumux", "rows": [{"case": "a", "mode": "alone"}]}
+        self.assertEqual(plot.unexplained(call), ["b c", "gpumux"])
+        self.assertEqual(plot.unexplained(call | {"note": "The call ended before b c. Gpumux failed."}), [])
+
     def test_new_numbers_make_the_files_stale(self) -> None:
         self.write()
         data = copy.deepcopy(DATA)
