@@ -4,7 +4,7 @@
 mod bounds;
 mod measured;
 
-use gpumux_sim::{Mode, ModeReport, Report, Scenario, TenantReport, Work, run};
+use gpumux_sim::{Arrival, Mode, ModeReport, Report, Scenario, TenantReport, Work, run};
 
 macro_rules! scenarios {
     ($($name:literal),* $(,)?) => {
