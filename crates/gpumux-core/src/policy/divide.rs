@@ -56,7 +56,7 @@ pub trait Division: Send + Sync {
 pub const FLOOR: f64 = 0.05;
 
 /// Guarantees first; the rest goes to the highest class that wants it, by weight. A tenant of a lower class holds at least its part, by
-/// weight, of [`FLOOR`], or of what weights alone would give the lower classes if that is less: a higher class is never worse.
+/// weight, of [`FLOOR`], or what weights would give it if no class counted, if that is less: a higher class is never worse, nor a guarantee.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Priority;
 
@@ -71,13 +71,14 @@ impl Division for Priority {
             true => 0.0,
             false => claim.weight,
         };
-        let weights: f64 = claims.iter().map(|claim| claim.weight).sum();
-        let part = claims.iter().map(lower).sum::<f64>() / weights;
-        let mut shares = guarantees(claims);
-        let floor = FLOOR.min(part * (1.0 - shares.iter().sum::<f64>()));
         let all: f64 = claims.iter().map(lower).sum::<f64>().max(1e-9);
+        let weights: f64 = claims.iter().map(|claim| claim.weight).sum();
+        let mut shares = guarantees(claims);
+        let rest = 1.0 - shares.iter().sum::<f64>();
         for (share, claim) in shares.iter_mut().zip(claims) {
-            *share = share.max((floor * lower(claim) / all).min(claim.limit));
+            let alone = *share + rest * lower(claim) / weights;
+            let floor = (FLOOR * lower(claim) / all).min(alone);
+            *share = share.max(floor.min(claim.limit));
         }
         for class in Class::ALL {
             fill(&mut shares, claims, |claim| match claim.class == class {
@@ -387,6 +388,12 @@ mod tests {
         let many = [plain(Latency); 39];
         let one = divided(&[&many[..], &[plain(Batch)]].concat());
         near(&one, &[1.0 / 40.0; 40]);
+        let owner = of(0, claim(Batch, 0.01, 1.0, 1.0));
+        let one = divided(&[&many[..19], &[owner]].concat());
+        assert!(
+            one[19] > 0.05 - 1e-9,
+            "without its guarantee it has 0.05: {one:?}"
+        );
         let all = of(0, claim(Standard, 1.0, 1.0, 1.0));
         let shares = divided(&[all, plain(Batch), plain(Batch)]);
         assert!(shares[0] > 0.995 && shares[1] > 0.0016, "{shares:?}");

@@ -126,7 +126,7 @@ fn every_known_fault_is_found() {
         .map(|(mutation, _)| mutation)
         .collect();
     println!(
-        "{} faults put back, {} found",
+        "covered: {} faults of a broker put back, {} found",
         all.len(),
         all.len() - missed.len()
     );

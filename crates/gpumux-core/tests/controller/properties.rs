@@ -1,6 +1,9 @@
 //! Random worlds of up to 40 tenants: what must hold holds, and once all behave, each has what it is entitled to.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use gpumux_core::{
     Calm, Class, DomainId, Micros, TenantSpec, Timeslice, controller::Event, policy, space,
@@ -116,9 +119,16 @@ fn specs(kinds: &[Kind], guaranteed: f64) -> Vec<(TenantSpec, Vec<usize>)> {
     kinds.iter().map(spec).collect()
 }
 
+/// What was played so far, for people.
+static PLAYED: [AtomicUsize; 5] = [const { AtomicUsize::new(0) }; 5];
+
 // PROPTEST_CASES runs more of them.
+fn cases() -> u32 {
+    ProptestConfig::default().cases / 16
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 16, max_shrink_iters: 60, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), max_shrink_iters: 60, failure_persistence: None, ..Default::default() })]
 
     /// `World` checks after every step.
     #[test]
@@ -202,10 +212,14 @@ proptest! {
             prop_assert!(!wants_more || shares[name] <= most, "{name:?}: {} of at most {}", shares[name], spec.limit);
         }
         let of = |is: &dyn Fn(&Terms) -> bool| terms.iter().filter(|it| is(it)).count();
-        println!(
-            "{} tenants in {} channel groups, {} with limits, {} that pause",
-            terms.len(), groups.len(), of(&|it| it.limit < 1.0), pauses.len(),
-        );
+        let more = [1, terms.len(), groups.len(), of(&|it| it.limit < 1.0), pauses.len()];
+        for (all, more) in PLAYED.iter().zip(more) {
+            all.fetch_add(more, Ordering::Relaxed);
+        }
+        let [mixes, tenants, groups, limited, pausing] = PLAYED.each_ref().map(|it| it.load(Ordering::Relaxed));
+        if mixes == cases() as usize {
+            println!("covered: {mixes} mixes, {tenants} tenants in {groups} channel groups, {limited} with limits, {pausing} that pause");
+        }
     }
 }
 

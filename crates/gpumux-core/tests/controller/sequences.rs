@@ -25,7 +25,7 @@ fn play(world: impl Fn() -> World, steps: &[Step], length: u32) {
         seen.moves += world.seen.moves;
         seen.plans += world.seen.plans;
     }
-    println!("{count} sequences of {length}: {seen:?}");
+    println!("covered: {count} sequences of {length}: {seen:?}");
     assert!(
         seen.failed > 0 && seen.late > 0 && seen.moves > 0,
         "{seen:?}"

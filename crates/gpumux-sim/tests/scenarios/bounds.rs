@@ -50,7 +50,7 @@ fn every_tenant_of_every_scenario_keeps_its_bounds() {
             assert!(tenant.longest_wait_ms <= wait, "{name}: {tenant:?}");
         }
     }
-    println!("{checked} tenants of {played} scenarios");
+    println!("covered: bounds of {checked} tenants of {played} scenarios");
     assert!(
         checked >= 190 && played >= ALL.len() - 5,
         "{checked}, {played}"
@@ -114,7 +114,7 @@ fn guarantee_among_many_contenders_holds_in_every_second() {
     let report = managed("many-contenders", 31.0, |_| ());
     let guaranteed = tenant(&report, "stdg");
     assert!(guaranteed.received_of_used >= 0.2, "{guaranteed:?}");
-    assert!(guaranteed.window_min >= 0.15, "{guaranteed:?}");
+    assert!(guaranteed.window_min >= 0.2, "{guaranteed:?}");
     assert!(guaranteed.longest_wait_ms < 1_000.0, "{guaranteed:?}");
 }
 
@@ -166,5 +166,26 @@ fn users_part_depends_neither_on_its_jobs_nor_on_their_class() {
             let part = alice(count, class);
             assert!((part - 0.5).abs() < 0.02, "{count} {class}: {part}");
         }
+    }
+}
+
+/// Neither in its gaps nor in its pauses does a program that launches kernel by kernel keep the device from others. In the first version training had 0.003,
+/// 0.07, 0.33 and 0.73 of what time slicing gives.
+#[test]
+fn launch_bound_program_that_pauses_leaves_others_the_device() {
+    for (pause_us, least) in [(0.0, 0.6), (500.0, 0.6), (2_000.0, 0.7), (10_000.0, 0.85)] {
+        let mut known = scenario("eager-pauses+train");
+        known.seconds = 11.0;
+        known.modes = vec![Mode::Alone, Mode::TimeSlicing, Mode::Gpumux];
+        if let Arrival::Closed { think_us, .. } = &mut known.tenants[0].arrival {
+            *think_us = pause_us;
+        }
+        let report = run(&known).expect("played");
+        let train = |of| tenant(mode(&report, of), "train").received;
+        let (part, sliced) = (train(Mode::Gpumux), train(Mode::TimeSlicing));
+        assert!(part >= least * sliced, "{pause_us}: {part} of {sliced}");
+        let eager = |of| p50_us(mode(&report, of), "eager");
+        let (beside, alone) = (eager(Mode::Gpumux), eager(Mode::Alone));
+        assert!(beside <= 1.1 * alone, "{pause_us}: {beside} of {alone} µs");
     }
 }

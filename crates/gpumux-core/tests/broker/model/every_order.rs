@@ -21,7 +21,7 @@ fn two(tenants: &[(Class, u64, u64)]) -> World {
 pub(crate) fn two_equal_tenants_take_turns() {
     let (states, wrong) = check(two(&EQUAL));
     assert_eq!(wrong, None);
-    println!("two equal tenants: {states} states");
+    println!("covered: two equal tenants: {states} states");
 }
 
 /// A change of activity, and each failure by itself.
@@ -62,7 +62,7 @@ fn two_tenants_in_every_order_with_failures() {
             all += with_failures(&two(&tenants), failures, 20);
         }
     }
-    println!("two tenants, 16 worlds: {all} states");
+    println!("covered: two tenants, 16 worlds: {all} states");
     assert!(all > 1000);
 }
 
@@ -79,7 +79,7 @@ fn memory_that_needs_no_copy_in_every_order_with_failures() {
             all += with_failures(&world, failures, 20);
         }
     }
-    println!("memory that needs no copy, 8 worlds: {all} states");
+    println!("covered: memory that needs no copy, 8 worlds: {all} states");
     assert!(all > 100);
 }
 
@@ -105,7 +105,7 @@ fn two_tenants_in_every_order_with_two_failures() {
             all += with_failures(&two(&tenants), failures, 20);
         }
     }
-    println!("two tenants with two failures, 18 worlds: {all} states");
+    println!("covered: two tenants with two failures, 18 worlds: {all} states");
 }
 
 #[test]
@@ -117,5 +117,5 @@ fn three_tenants_in_every_order_with_a_failure() {
     ]);
     let worlds = ONE.map(|failures| with_failures(&world, failures, 40));
     let all: usize = worlds.iter().sum();
-    println!("three tenants, 4 worlds: {all} states");
+    println!("covered: three tenants, 4 worlds: {all} states");
 }
