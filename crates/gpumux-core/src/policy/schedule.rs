@@ -395,9 +395,12 @@ impl<'a> Stage<'a> {
     /// kept others of their class waiting for long.
     fn bursts(&mut self, memory: &mut Memory) {
         let (several, slack) = (self.several(), Tuning::slack(self.costs));
-        let contested = self.cast.iter().filter(|it| it.wants && !it.held()).count() > 1;
+        let wants = |it: &Actor| it.wants && !it.held();
+        let wanting = self.cast.iter().filter(|it| wants(it)).count();
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
+            // One that ran ahead and pauses stays over its budget: it would have the device at each return, until that is seen.
+            let contested = wanting > usize::from(wants(actor));
             let track = &mut memory.domains[index];
             let burst = self.tuning.burst(self.costs, actor.share);
             let slack = slack.min(burst / 4.0);
@@ -692,17 +695,15 @@ impl<'a> Stage<'a> {
     }
 
     /// Finds the domains that pause beside an owner: they may be back in the middle of its quantum, and if they were enabled, the two
-    /// would meet at their short timeslices until that is seen.
+    /// would meet at their short timeslices until that is seen. So would a latency domain that is over its budget.
     fn separate(&mut self, memory: &Memory, gangs: &BTreeSet<TenantId>) {
-        if memory.owner.is_none() {
-            return;
-        }
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
             let until = actor.domain.demand_since + PAUSE;
-            let rotating = actor.way == Way::Rotating && !actor.owns;
-            let apart = rotating && !actor.runnable() && !gangs.contains(&actor.tenant);
-            if apart && self.now < until {
+            let rotating = memory.owner.is_some() && actor.way == Way::Rotating && !actor.owns;
+            let over = actor.class() == Class::Latency && actor.exhausted;
+            let pauses = !actor.runnable() && !gangs.contains(&actor.tenant);
+            if (rotating || over) && pauses && self.now < until {
                 self.cast[index].contends = true;
                 self.ask_at(until);
             }

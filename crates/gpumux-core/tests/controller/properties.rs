@@ -443,3 +443,23 @@ pub(crate) fn no_control_follows_the_end_of_a_tenant() {
         world.run_for(Micros::from_millis(5));
     }
 }
+
+/// At each return it would have the device until its new work is seen.
+#[test]
+fn latency_tenant_that_pauses_again_and_again_keeps_its_limit() {
+    for (limit, works, pause) in [(0.02, 5, 1), (0.1, 5, 1), (0.2, 20, 5), (0.02, 40, 4)] {
+        let mut world = World::new("priority", 1);
+        world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+        let limited = TenantSpec {
+            limit,
+            ..spec(Class::Latency, 0.0)
+        };
+        world.tenant(2, limited, &[0]);
+        (1..=2).for_each(|id| world.set_busy(id, true));
+        world.run_for(Micros::from_secs(2));
+        let shares = world.shares_of(Micros::from_secs(10), &[(2, (works, pause))].into());
+        let received = shares[&world.group(2)];
+        assert!(received < limit + 0.02, "{received} of {limit}");
+        assert!(received > 0.9 * limit, "{received} of {limit}");
+    }
+}
