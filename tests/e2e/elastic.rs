@@ -357,7 +357,7 @@ fn tokens_stay_the_same_while_pages_in_use_are_taken() {
     };
     engine.runs(STAND_IN);
     engine.runs("keep = get(120)");
-    engine.send("while engine.elastic()['moved'] < 20: assert tokens() == right");
+    engine.send("while engine.state()['moved'] < 20: assert tokens() == right");
     for _ in 0..20 {
         // The engine goes on when the other has not used its guarantee for a turn.
         owner.runs("pages = get(160); verify(pages); pool.free(pages); pool.trim()");
