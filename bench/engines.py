@@ -231,6 +231,9 @@ def loads(
         seen: dict[tuple[str, str], list[dict[str, float]]] = {(case, name): [] for case in cases for name in modes}
         for worker in engines.values():
             burst(worker, options)
+            if options.graphs:
+                worker.send(greedy=[[16, 1]])
+                check_graphs(worker, worker.reply(PATIENCE_S), options)
         begin = time.monotonic()
         for number in range(options.bursts):
             # A round takes about as long as those before it.
@@ -252,8 +255,6 @@ def loads(
             with contextlib.suppress(BenchError):
                 engines[name].send(greedy=[[16, 1]])
                 states[name] = engines[name].reply(PATIENCE_S)
-        for name, state in states.items():
-            check_graphs(engines[name], state, options)
         for (case, name), found in seen.items():
             if not found:
                 raise BenchError("the budget is spent before the first round")

@@ -447,7 +447,8 @@ def unexplained(data: dict[str, Any]) -> list[str]:
     for flag, key in (("--cases", "case"), ("--modes", "mode")):
         asked = words[words.index(flag) + 1].split(",") if flag in words[:-1] else []
         there = {row.get(key) for row in data["rows"]}
-        found += [it for it in asked if it not in there and it.lower() not in data.get("note", "").lower()]
+        told = lambda it: re.search(rf"(?<![\w-]){re.escape(it)}(?![\w-])", data.get("note", ""), re.IGNORECASE if len(it) > 1 else 0)  # noqa: E731
+        found += [it for it in asked if it not in there and not told(it)]
     return found
 
 

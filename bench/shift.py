@@ -4,7 +4,8 @@
 another engine receives `--high` requests a second, and the others `--low`. Arrivals are random, and the same in each mode. In the modes without a fixed
 split another program has the rest of the device but for 64 MiB an engine, by which leases may be larger than what is in them.
 
-With `--storm N` all engines have N requests each at the same moment instead, and the caches of all need more than the room.
+With `--storm N` all engines have N requests each at the same moment instead; a round lasts as long as its phases would at most. Choose N so
+that the caches of all need more than the room.
 
 Modes: `stock` (vLLM as it is, an equal part for each), `gpumux` (the same under `gpumux run`), `elastic` (`gpumux.vllm`), `kvcached` (kvcached with its
 native module, without gpumux), `kvcached-gpumux` (its Python code on `gpumux.compat.kvcached`). `stock` and `gpumux` come first: from them follows what the other program has.

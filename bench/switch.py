@@ -89,7 +89,7 @@ def cell(found: dict[str, Any], neighbour: dict[str, Any] | None) -> dict[str, A
     each = [parts(request, ahead, ran) for request in found["requests"]]
     wake = statistics.median(it.wake for it in each)
     if wake > WAKE_US:
-        raise BenchError(f"the clocks were not compared well: the host seems to see a request's end {wake:.0f} µs late, and it spins")
+        raise BenchError(f"the clocks of host and device were compared wrongly: a host that spins would see a request's end {wake:.0f} µs late, and {WAKE_US:.0f} is the most that is plausible")
     met = [it for it in each if it.stopped is not None and it.switch is not None]
     rates = {"met": len(met) / len(each)} if neighbour else {}
     if met:

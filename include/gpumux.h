@@ -131,8 +131,9 @@ enum {
 int gpumux_range_new(int device, uint64_t bytes, uint64_t granule, const struct gpumux_range **range) __attribute__((weak));
 
 /*
- * A range of at least so many bytes, all in use, for allocators that are called like PyTorch's (CUDAPluggableAllocator): its address; 0 where
- * gpumux has none to give within 30 s. gpumux_range_free frees it. Without a current context it is of the device's primary one.
+ * A range of at least so many bytes, all in use, for allocators that are called like PyTorch's (CUDAPluggableAllocator). Returns its
+ * address, or 0 where the memory is not to be had within 30 s. gpumux_range_free frees it. Where the current context is not of this device,
+ * or there is none, it is of the device's primary context, which must be active.
  */
 uint64_t gpumux_segment(int64_t bytes, int device, void *stream) __attribute__((weak));
 

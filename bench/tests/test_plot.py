@@ -107,6 +107,7 @@ class Plot(unittest.TestCase):
     def test_case_that_was_asked_for_has_a_row_or_a_word(self) -> None:
         call = {"command": "python3 bench/x.py --cases a,'b c' --modes alone,gpumux", "rows": [{"case": "a", "mode": "alone"}]}
         self.assertEqual(plot.unexplained(call), ["b c", "gpumux"])
+        self.assertEqual(plot.unexplained({"command": "x --cases C", "rows": [], "note": "a call"}), ["C"])
         self.assertEqual(plot.unexplained(call | {"note": "The call ended before b c. Gpumux failed."}), [])
 
     def test_new_numbers_make_the_files_stale(self) -> None:

@@ -27,15 +27,14 @@ _Give = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes
 _kept: list[Any] = []  # What PyTorch may call until the process ends.
 
 
-def allocator(give: Callable[[int, int, int | None], int], free: Any = None) -> Any:
-    """An allocator for `torch.cuda.MemPool`. `give(bytes, device, stream)` returns an address, or 0 where there is no memory; the C function
-    `free(address)` gets it back, by default one that does nothing.
+def allocator(give: Callable[[int, int, int | None], int]) -> Any:
+    """An allocator for `torch.cuda.MemPool` that never frees. `give(bytes, device, stream)` returns an address, or 0 where there is no memory.
 
-    `free` is no function of Python's: PyTorch also frees memory when the process ends, and Python's can't be called any more.
+    PyTorch also frees when the process ends, when no function of Python's can be called any more.
     """
     function = _Give(give)
-    free = ctypes.cast(free or ctypes.CDLL(None).getpid, ctypes.c_void_p)
-    made = torch._C._cuda_customAllocator(ctypes.cast(function, ctypes.c_void_p).value, free.value)
+    nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
+    made = torch._C._cuda_customAllocator(ctypes.cast(function, ctypes.c_void_p).value, nothing)
     _kept.append((function, made))
     return made
 

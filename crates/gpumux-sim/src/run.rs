@@ -131,8 +131,6 @@ enum Happening {
     Think(usize),
     /// Hold kernels take the devices for this request, which will be launched soon, for so long at most.
     Hold(usize, u64, Nanos),
-    /// They end if it has not been.
-    Missed(usize, u64),
     /// The program launches kernel `1` of request `0`.
     Launch(usize, u64, usize),
     /// The daemon's view of the demand of this tenant's domain number `1` is due.
@@ -234,8 +232,6 @@ struct Player<'a> {
     /// The batch of a language model.
     batch: Vec<Sequence>,
     flights: BTreeMap<u64, Flight>,
-    /// The request for which hold kernels are on the devices.
-    held: Option<u64>,
     latencies: Vec<Nanos>,
     completed: u64,
     /// After the warm-up, noted when it goes: progress and preemptions, summed over places.
@@ -295,8 +291,8 @@ struct Used {
 const TICK: Nanos = 5_000_000;
 /// The longest pause that forfeits nothing of a guarantee.
 const GRACE: Nanos = 5_000_000;
-/// As the library holds a device ahead of work that was hinted at: at once where it comes sooner than the first, else so long before it, and
-/// for so long beyond the expected moment.
+/// As the library holds a device ahead of hinted work: from the hint on if the work is at most [`SOON`] away, else from [`LEAD`] before it; in
+/// both cases until [`MARGIN`] after the expected moment.
 const SOON: Nanos = 450_000;
 const LEAD: Nanos = 250_000;
 const MARGIN: Nanos = 100_000;
@@ -341,7 +337,6 @@ impl<'a> Simulation<'a> {
                     queue: VecDeque::new(),
                     batch: Vec::new(),
                     flights: BTreeMap::new(),
-                    held: None,
                     latencies: Vec::new(),
                     completed: 0,
                     received: 0,
@@ -485,7 +480,6 @@ impl<'a> Simulation<'a> {
             Happening::Arrive(tenant)
             | Happening::Think(tenant)
             | Happening::Hold(tenant, ..)
-            | Happening::Missed(tenant, ..)
             | Happening::Launch(tenant, ..)
                 if self.players[tenant].gone => {}
             Happening::Start(tenant) => self.start(tenant),
@@ -507,7 +501,6 @@ impl<'a> Simulation<'a> {
                 self.go_on(tenant);
             }
             Happening::Hold(tenant, request, timeout) => self.hold(tenant, request, timeout),
-            Happening::Missed(tenant, request) => self.missed(tenant, request),
             Happening::Launch(tenant, request, kernel) => self.launch(tenant, request, kernel),
         }
     }

@@ -52,11 +52,12 @@ pub trait Division: Send + Sync {
     fn divide(&self, claims: &[Claim]) -> Vec<f64>;
 }
 
-/// The part of the device that [`Priority`] leaves to tenants of lower classes without guarantees.
+/// The part of the device that [`Priority`] leaves to tenants of lower classes together, by weight.
 pub const FLOOR: f64 = 0.05;
 
-/// Guarantees first; the rest goes to the highest class that wants it, by weight. A tenant of a lower class holds at least its part, by
-/// weight, of [`FLOOR`], or what weights would give it if no class counted, if that is less: a higher class is never worse, nor a guarantee.
+/// Guarantees first; the rest goes to the highest class that wants it, by weight. A tenant of a lower class has at least its part, by weight, of
+/// [`FLOOR`], or what weights would give it if no class counted, if that is less. So neither a higher class nor a guarantee makes a tenant's
+/// share smaller.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Priority;
 

@@ -87,7 +87,7 @@ fn class() -> impl Strategy<Value = Raise> {
 struct Played {
     /// Of the time that the device worked, each one's part.
     received: Vec<f64>,
-    /// By how much each one's service may lag behind its share, and the others' with it, as parts of the same time.
+    /// The lag of each one's bound, as a part of the same time.
     lags: Vec<f64>,
 }
 
@@ -151,7 +151,7 @@ fn bounds_rise(make: Make, (name, kinds, raise): &(&str, Vec<Kind>, Raise)) -> T
     Ok(())
 }
 
-/// Service is no less, but for the lag of the documented bound: it may be as far ahead before as it may be behind afterwards.
+/// Service is no less, but for the larger of the two documented lags.
 fn service_rises(make: Make, (name, kinds, raise): &(&str, Vec<Kind>, Raise)) -> TestCaseResult {
     let mut kinds = kinds.clone();
     if matches!(raise, Raise::Class(_)) {

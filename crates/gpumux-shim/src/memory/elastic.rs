@@ -75,7 +75,7 @@ static REPORTS: Mutex<Reports> = Mutex::new(Reports {
 // ---- The program's side --------------------------------------------------------------------------
 
 /// `gpumux_range_new`
-fn new(device: c_int, bytes: u64, granule: u64) -> Result<Table, c_int> {
+fn new(device: c_int, bytes: u64, granule: u64, until: Instant) -> Result<Table, c_int> {
     let granule = if granule == 0 { DEFAULT } else { granule };
     let bytes = bytes.checked_next_multiple_of(granule).unwrap_or(0);
     let fits = (GRANULE..=CHUNK).contains(&granule) && granule.is_multiple_of(GRANULE);
@@ -83,10 +83,10 @@ fn new(device: c_int, bytes: u64, granule: u64) -> Result<Table, c_int> {
         return Err(UNKNOWN);
     }
     let context = own_context(device)?;
-    if !space::take_within(PATIENCE, device, granule, true) {
+    let left = until.saturating_duration_since(Instant::now());
+    if !space::take_within(left, device, granule, true) {
         return Err(FULL);
     }
-    let until = Instant::now() + PATIENCE;
     let made = attempt::make(Some(until), || {
         let made = gate::through_by(until, || make(device, context, bytes, granule));
         made.unwrap_or(Err(OUT_OF_MEMORY))
@@ -240,19 +240,21 @@ fn back(
 
 /// `gpumux_segment`: the address of a range that is all in use.
 fn segment(device: c_int, bytes: u64) -> Option<u64> {
+    let until = Instant::now() + SEGMENT;
     let make = || {
         let mut small = [GRANULE, 2 * GRANULE, 4 * GRANULE].into_iter();
         let granule = small.find(|it| bytes / it <= MANY).unwrap_or(DEFAULT);
-        let table = new(device, bytes, granule).ok()?;
+        let table = new(device, bytes, granule, until).ok()?;
         let (address, count) = (table.address(), table.granules() as u64);
-        let made = commit(address, 0, count, SEGMENT) == DONE;
+        let left = until.saturating_duration_since(Instant::now());
+        let made = commit(address, 0, count, left) == DONE;
         if !made {
             let _ = allocate::free(address, || OUT_OF_MEMORY);
         }
         made.then_some(address)
     };
     match own_context(device) {
-        // A thread that has called nothing of CUDA yet.
+        // The thread has no current context, or one of another device.
         Err(NO_CONTEXT) => within(work::primary_context(device)?, make)?,
         _ => make(),
     }
@@ -344,7 +346,9 @@ unsafe extern "C" fn gpumux_range_new(
     if range.is_null() {
         return UNKNOWN;
     }
-    match guarded(Err(REFUSED), || new(device, bytes, granule)) {
+    match guarded(Err(REFUSED), || {
+        new(device, bytes, granule, Instant::now() + PATIENCE)
+    }) {
         Ok(table) => {
             // SAFETY: the caller's place, which is not null.
             unsafe { *range = table.pointer() };

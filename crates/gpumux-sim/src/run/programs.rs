@@ -61,7 +61,6 @@ impl Simulation<'_> {
                             let at = self.now + ahead;
                             let lead = if ahead > SOON { LEAD } else { ahead };
                             self.at(at - lead, Happening::Hold(tenant, request, lead + MARGIN));
-                            self.at(at + MARGIN, Happening::Missed(tenant, request));
                             self.at(at, Happening::Launch(tenant, request, 0));
                         }
                         None if prepare_us > 0.0 => {
@@ -114,10 +113,10 @@ impl Simulation<'_> {
     /// Shortly before work that was hinted at: hold kernels take the devices, unless others of the program have them.
     pub(super) fn hold(&mut self, tenant: usize, request: u64, timeout: Nanos) {
         let player = &mut self.players[tenant];
-        if player.held.is_some() || !player.flights.contains_key(&request) {
+        let holds = player.places.iter().any(|it| !it.holds.is_empty());
+        if holds || !player.flights.contains_key(&request) {
             return;
         }
-        player.held = Some(request);
         for place in 0..self.players[tenant].places.len() {
             self.outstanding(tenant, place, 1);
             let place = &mut self.players[tenant].places[place];
@@ -128,18 +127,6 @@ impl Simulation<'_> {
                         .expect("its own")
                 })
                 .collect();
-        }
-    }
-
-    /// Hold kernels end by themselves where no work came.
-    pub(super) fn missed(&mut self, tenant: usize, request: u64) {
-        if self.players[tenant].held != Some(request) {
-            return;
-        }
-        self.players[tenant].held = None;
-        for place in 0..self.players[tenant].places.len() {
-            self.players[tenant].places[place].holds.clear();
-            self.outstanding(tenant, place, -1);
         }
     }
 
@@ -166,10 +153,12 @@ impl Simulation<'_> {
         let sms = sms.unwrap_or(self.scenario.hardware.sms);
         let last = number + 1 == launches;
         let gang = self.players[tenant].places.len() > 1;
-        self.players[tenant].held = None;
         let mut barriers = Vec::new();
         for place in 0..self.players[tenant].places.len() {
-            let held = std::mem::take(&mut self.players[tenant].places[place].holds);
+            let held = match number {
+                0 => std::mem::take(&mut self.players[tenant].places[place].holds),
+                _ => Vec::new(),
+            };
             if number == 0 && held.is_empty() {
                 self.outstanding(tenant, place, 1);
             }
