@@ -204,10 +204,10 @@ def burst(worker: Worker, options: argparse.Namespace, rate: float = 0.0, seed: 
 
 def means(found: Sequence[dict[str, float]], stock: Sequence[dict[str, float]]) -> dict[str, Callable[[Sequence[int]], float]]:
     """Means of all values over rounds, as functions of how often each round is taken; beside `stock` also `tokens_rel`, the ratio to it in the same rounds."""
-    weighted = lambda cells, key, times: sum(one[key] * n for one, n in zip(cells, times)) / sum(times)  # noqa: E731
-    given = {key: functools.partial(weighted, found, key) for key in found[0]}
+    mean = lambda cells, key: functools.partial(rounds.mean_of, [one[key] for one in cells])  # noqa: E731
+    given = {key: mean(found, key) for key in found[0]}
     if found is not stock:
-        base = functools.partial(weighted, stock, "tokens_per_s")
+        base = mean(stock, "tokens_per_s")
         given["tokens_rel"] = lambda times: given["tokens_per_s"](times) / base(times)
     return given
 
