@@ -21,21 +21,17 @@ fn snapshot() -> Snapshot {
             ..TenantSpec::default()
         },
     });
-    let domains = (0..64).map(|id| DomainState {
-        id: DomainId(id),
-        tenant: TenantId(id / 2),
-        demand: if id % 2 == 0 {
-            Demand::Busy
-        } else {
-            Demand::Idle
-        },
-        demand_since: Micros::ZERO,
-        expected: None,
-        tolerated: None,
-        received: Micros::ZERO,
-        timeslice: Timeslice::DEFAULT,
-        run: RunState::Enabled,
-        pinned: None,
+    let domains = (0..64).map(|id| {
+        DomainState::new(
+            DomainId(id),
+            TenantId(id / 2),
+            if id % 2 == 0 {
+                Demand::Busy
+            } else {
+                Demand::Idle
+            },
+            Micros::ZERO,
+        )
     });
     Snapshot {
         now: Micros::ZERO,

@@ -3,8 +3,8 @@
 
 use gpumux_core::policy::{Claim, Division, Policy, Shared, fill, guarantees};
 use gpumux_core::{
-    Costs, Demand, DomainId, DomainState, Memory, Micros, RunState, Snapshot, TenantId, TenantSpec,
-    TenantState, Timeslice, UserId,
+    Costs, Demand, DomainId, DomainState, Memory, Micros, Snapshot, TenantId, TenantSpec,
+    TenantState, UserId,
 };
 
 /// Divides what is not guaranteed in inverse proportion to the latency objectives.
@@ -40,18 +40,8 @@ fn main() {
             spec,
         }
     });
-    let domains = (0..3).map(|id| DomainState {
-        id: DomainId(id),
-        tenant: TenantId(id),
-        demand: Demand::Busy,
-        demand_since: Micros::ZERO,
-        expected: None,
-        tolerated: None,
-        received: Micros::ZERO,
-        timeslice: Timeslice::DEFAULT,
-        run: RunState::Enabled,
-        pinned: None,
-    });
+    let domains =
+        (0..3).map(|id| DomainState::new(DomainId(id), TenantId(id), Demand::Busy, Micros::ZERO));
     let snapshot = Snapshot {
         now: Micros::ZERO,
         tenants: tenants.collect(),

@@ -88,6 +88,24 @@ pub struct DomainState {
     pub pinned: Option<RunState>,
 }
 
+impl DomainState {
+    /// One as a program makes it, with this demand since then.
+    pub fn new(id: DomainId, tenant: TenantId, demand: Demand, since: Micros) -> Self {
+        Self {
+            id,
+            tenant,
+            demand,
+            demand_since: since,
+            expected: None,
+            tolerated: None,
+            received: Micros::ZERO,
+            timeslice: Timeslice::DEFAULT,
+            run: RunState::Enabled,
+            pinned: None,
+        }
+    }
+}
+
 /// What the controls and the hardware cost, as measured on this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -151,17 +169,13 @@ pub struct Snapshot {
 impl Snapshot {
     /// These tenants with one domain each, as programs make them: for [`crate::Policy::bounds`].
     pub fn of_tenants(tenants: Vec<TenantState>) -> Self {
-        let domain = |(at, tenant): (usize, &TenantState)| DomainState {
-            id: DomainId(at as u64),
-            tenant: tenant.id,
-            demand: Demand::Unknown,
-            demand_since: Micros::ZERO,
-            expected: None,
-            tolerated: None,
-            received: Micros::ZERO,
-            timeslice: Timeslice::DEFAULT,
-            run: RunState::Enabled,
-            pinned: None,
+        let domain = |(at, tenant): (usize, &TenantState)| {
+            DomainState::new(
+                DomainId(at as u64),
+                tenant.id,
+                Demand::Unknown,
+                Micros::ZERO,
+            )
         };
         Self {
             domains: tenants.iter().enumerate().map(domain).collect(),

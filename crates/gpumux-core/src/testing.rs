@@ -1,24 +1,13 @@
 //! Snapshots for unit tests.
 
 use crate::{
-    Class, Costs, Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, TenantSpec,
-    TenantState, Timeslice, UserId,
+    Class, Costs, Demand, DomainId, DomainState, Micros, Snapshot, TenantId, TenantSpec,
+    TenantState, UserId,
 };
 
 /// A busy domain in the state in which a program makes it.
 pub(crate) fn domain(id: u64, tenant: u64) -> DomainState {
-    DomainState {
-        id: DomainId(id),
-        tenant: TenantId(tenant),
-        demand: Demand::Busy,
-        demand_since: Micros::ZERO,
-        expected: None,
-        tolerated: None,
-        received: Micros::ZERO,
-        timeslice: Timeslice::DEFAULT,
-        run: RunState::Enabled,
-        pinned: None,
-    }
+    DomainState::new(DomainId(id), TenantId(tenant), Demand::Busy, Micros::ZERO)
 }
 
 /// Tenants 0, 1, … of these classes, and the domains.

@@ -102,18 +102,9 @@ impl World {
                     user: UserId::default(),
                     spec: gang.spec.clone(),
                 });
-                snapshot.domains.push(DomainState {
-                    id,
-                    tenant,
-                    demand: Demand::Busy,
-                    demand_since: Micros::ZERO,
-                    expected: None,
-                    tolerated: None,
-                    received: Micros::ZERO,
-                    timeslice: Timeslice::DEFAULT,
-                    run: RunState::Enabled,
-                    pinned: None,
-                });
+                snapshot
+                    .domains
+                    .push(DomainState::new(id, tenant, Demand::Busy, Micros::ZERO));
             }
             world.domains.push(domains);
         }

@@ -107,18 +107,12 @@ impl World {
             user,
             spec,
         });
-        self.now.domains.push(DomainState {
-            id: DomainId(self.born),
-            tenant: TenantId(self.born),
+        self.now.domains.push(DomainState::new(
+            DomainId(self.born),
+            TenantId(self.born),
             demand,
-            demand_since: self.now.now,
-            expected: None,
-            tolerated: None,
-            received: Micros::ZERO,
-            timeslice: Timeslice::DEFAULT,
-            run: RunState::Enabled,
-            pinned: None,
-        });
+            self.now.now,
+        ));
         DomainId(self.born)
     }
 

@@ -204,16 +204,8 @@ impl World {
                 for (id, it) in self.groups.iter().filter(|(_, it)| it.device == device) {
                     let name = it.shared.unwrap_or(*id);
                     let state = states.entry(name).or_insert(DomainState {
-                        id: name,
-                        tenant: TenantId(it.tenant),
-                        demand: Demand::Idle,
-                        demand_since: Micros::ZERO,
-                        expected: None,
-                        tolerated: None,
-                        received: Micros::ZERO,
                         timeslice: it.timeslice,
-                        run: RunState::Enabled,
-                        pinned: None,
+                        ..DomainState::new(name, TenantId(it.tenant), Demand::Idle, Micros::ZERO)
                     });
                     if self.tenants[&it.tenant].busy {
                         state.demand = Demand::Busy;
