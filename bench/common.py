@@ -188,6 +188,10 @@ class Results:
         return 1 if self.failed else 0
 
 
+# What a row may have besides (rounds.py); a table shows all but the first as columns.
+MAY = ("interval", "samples", "rounds", "ended")
+
+
 def check_results(data: Any) -> None:
     """Raises BenchError unless `data` has the shape of every file in bench/results: one call of one benchmark."""
     head = {"bench", "device", "driver", "date", "commit", "command"}
@@ -195,10 +199,10 @@ def check_results(data: Any) -> None:
     if not head < set(data) or not extra <= {"note", "host"} or not all(isinstance(data[key], str) for key in head | extra):
         raise BenchError(f"a results file has exactly {', '.join(sorted(head))} (text) and rows, and may have note and host")
     for row in data["rows"]:
-        if not {"case", "mode", "values"} <= set(row) <= {"case", "mode", "values", "interval", "samples"} or not row["values"]:
-            raise BenchError(f"a row has case, mode and values, and may have interval and samples: {row}")
-        if not set(row.get("interval", {})) <= set(row["values"]) or not isinstance(row.get("samples", 0), int):
-            raise BenchError(f"{row['case']} / {row['mode']}: an interval without its value, or no number of samples")
+        if not {"case", "mode", "values"} <= set(row) <= {"case", "mode", "values", *MAY} or not row["values"]:
+            raise BenchError(f"a row has case, mode and values, and may have {', '.join(MAY)}: {row}")
+        if not set(row.get("interval", {})) <= set(row["values"]) or not all(isinstance(row.get(name, 0), int) for name in ("samples", "rounds")):
+            raise BenchError(f"{row['case']} / {row['mode']}: an interval without its value, or no number of samples or rounds")
         for name, value in row["values"].items():
             around = row.get("interval", {}).get(name, [value, value])
             if not all(isinstance(it, (int, float)) and math.isfinite(it) for it in (value, *around)):

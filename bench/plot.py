@@ -153,8 +153,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     names = columns(rows)
     relative = [name for name in RATIOS if name in names and f"{name.rpartition('_')[0]}_rel" not in names]
     relative = [name for name in relative if any(compared(row, rows, name) for row in rows)]
-    counted = any("samples" in row for row in rows)
-    head = ["case", "mode", *map(title, names), *(RATIOS[name] for name in relative), *(["samples"] if counted else [])]
+    counted = [name for name in common.MAY[1:] if any(name in row for row in rows)]
+    head = ["case", "mode", *map(title, names), *(RATIOS[name] for name in relative), *counted]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     for row in rows:
         ratios = [compared(row, rows, name) for name in relative]
@@ -163,7 +163,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["mode"],
             *(shown(row, name) for name in names),
             *(f"{ratio:.2f}" if ratio is not None else "" for ratio in ratios),
-            *([f"{row.get('samples', '')}"] if counted else []),
+            *(str(row.get(name, "")) for name in counted),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

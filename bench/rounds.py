@@ -1,15 +1,18 @@
 """One driver for benchmarks that compare modes of sharing: cases × modes × seeds, in rounds that can be resumed.
 
-A *round* of a case measures every mode once, `alone` among them, with the same arrivals; its number is the seed, and each round
-begins with another mode. Rounds are kept as they are measured (`NAME.rounds.jsonl`), so a call that ends goes on where it was.
+A *round* of a case measures once, with the same arrivals, `alone` and every mode that needs more rounds; its number is the seed, and each round
+begins with another mode. A *cell* is a mode of a case. Rounds are kept as they are measured (`NAME.rounds.jsonl`), so a call that ends goes on where it was.
 
 Rules, fixed here before anything is measured:
 - *Rejected* is a round on a disturbed host: the pieces of a spinning thread before one of its cells had a slowest percent, relative to their
   median, of more than NOISE times what is usual in the case's rounds (two threads of a core alone make 2, in every round), or its `alone` has a
   median that is further than DRIFT from that of the case's rounds, unless each plays another part of a trace. A round with a failed cell is incomplete and does not count either. No other
   value decides. Fewer than LEAST rounds are shown as they are, with the host's noise and without intervals.
-- *Enough* rounds of a case are at least LEAST, and then when the 95% interval of every mode's primary value, relative to alone, is no wider than
-  WIDTH of it; or MOST. (Looking again and again makes intervals a little too narrow.)
+- *A cell ends* after LEAST rounds that count, as soon as the 95% interval of its primary value (`width`) is no wider than WIDTH of that value; or after MOST. Each
+  row tells which it was: `ended` is `interval`, `rounds` (the most were made), or `budget` (the call's time was over). Where rounds play parts of a trace,
+  all cells of a case go on until the last one ends. Rounds that are rejected are made again, until there are twice as many as MOST.
+- *Primary* is p99 relative to alone in the same rounds. Where too few requests lie beyond p99 it is the median, relative to alone, and without requests the
+  cell's first rate. (Looking again and again makes intervals a little too narrow.)
 - *Intervals* are 95% by bootstrap over rounds, not over requests: requests of a round are not independent.
 """
 
@@ -32,7 +35,7 @@ from common import BenchError, Results, say
 NOISE, DRIFT = 1.5, 0.15
 LEAST, MOST, WIDTH = 5, 40, 0.10
 RESAMPLES = 200
-PRIMARY = 0.99  # the quantile whose interval decides when there are enough rounds
+PRIMARY = ("latency_p99_rel", "latency_p50_rel", "latency_mean_rel")  # the first of them that a cell has decides when it ends
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 # A quantile is shown when so many requests lie beyond it.
 BEYOND = 3
@@ -154,28 +157,49 @@ def kept(rounds: Sequence[Round]) -> list[Round]:
     return [one for one in rounds if one["round"] not in out]
 
 
-def enough(rounds: Sequence[Round], modes: Sequence[str]) -> bool:
-    """Whether a case needs no more rounds."""
-    if len(rounds) >= MOST:
-        return True
+def of_mode(good: Sequence[Round], mode: str) -> list[Round]:
+    """Those rounds that measured this mode."""
+    return [one for one in good if mode in one["cells"]]
+
+
+def width(good: Sequence[Round], mode: str) -> float:
+    """How wide the interval of a cell's primary value is, as a part of that value: by the bootstrap, or by what its rounds differ by, whichever is wider.
+    The slowest percent of all requests may lie in one round. The bootstrap then has that round's value again and again, and looks narrow."""
+    cells, alone = ([one["cells"][name] for one in good] for name in (mode, "alone"))
+    every, count = statistics_of(cells, alone), len(good)
+    of = every[next(name for name in (*PRIMARY, *every) if name in every and not name.endswith("_ms"))]
+    low, high = interval(of, count)
+    each = [of([int(at == one) for at in range(count)]) for one in range(count)]
+    widest = max(high - low, 2 * student(count - 1) * statistics.stdev(each) / math.sqrt(count))
+    return widest and widest / abs(of([1] * count) or math.inf)
+
+
+def student(freedom: int) -> float:
+    """The 97.5% quantile of Student's distribution, to 2% from 4 degrees of freedom on."""
+    return 1.96 + 2.37 / freedom + 2.82 / freedom**2
+
+
+def ended(good: Sequence[Round], mode: str, most: int) -> str:
+    """Why a cell with these rounds needs no more: `interval` or `rounds`; `budget`: it does need more."""
+    if len(good) >= LEAST and (mode == "alone" or width(good, mode) <= WIDTH):
+        return "interval"
+    return "rounds" if len(good) >= most else "budget"
+
+
+def unfinished(rounds: Sequence[Round], modes: Sequence[str], least: int, most: int, together: bool = False) -> list[str]:
+    """The modes of a case that need more rounds; with `together` all of them, if one does."""
+    if len(rounds) >= 2 * max(most, least):
+        return []
     good = kept(rounds)
-    if len(good) < LEAST:
-        return False
-    alone = [one["cells"]["alone"] for one in good]
-    for mode in modes:
-        cells = [one["cells"].get(mode, cell()) for one in good]
-        if mode == "alone" or not all(it["latencies_ms"] for it in cells):
-            continue
-        pool, base = (Pool([it["latencies_ms"] for it in side]) for side in (cells, alone))
-        relative = lambda times: pool.quantile(times, PRIMARY) / base.quantile(times, PRIMARY)  # noqa: E731, B023
-        low, high = interval(relative, len(good))
-        if high - low > WIDTH * relative([1] * len(good)):
-            return False
-    return True
+    # Alone is in every round: others decide how many it has.
+    others = [name for name in modes if name != "alone"] or ["alone"]
+    counts = {name: of_mode(good, name) for name in others}
+    found = [name for name, of in counts.items() if len(of) < least or ended(of, name, max(most, least)) == "budget"]
+    return list(modes) if found and together else [name for name in modes if name == "alone" or name in found] if found else []
 
 
-def row(case: str, mode: str, good: Sequence[Round]) -> dict[str, Any]:
-    """One row of the results."""
+def row(case: str, mode: str, good: Sequence[Round], most: int = MOST) -> dict[str, Any]:
+    """One row of the results, of the rounds that measured its mode."""
     cells, alone = ([one["cells"][name] for one in good] for name in (mode, "alone"))
     every = statistics_of(cells if mode != "alone" else alone, alone)
     digits = lambda value: float(f"{value:.6g}")  # noqa: E731
@@ -184,7 +208,10 @@ def row(case: str, mode: str, good: Sequence[Round]) -> dict[str, Any]:
         "mode": mode,
         "values": {name: digits(of([1] * len(good))) for name, of in every.items()},
         "samples": sum(len(it["latencies_ms"]) for it in cells),
+        "rounds": len(good),
     }
+    if mode != "alone":
+        made["ended"] = ended(good, mode, most)
     if len(good) >= LEAST:
         made["interval"] = {name: list(map(digits, interval(of, len(good)))) for name, of in every.items()}
     return made
@@ -219,8 +246,8 @@ class Plan(NamedTuple):
 class Record:
     """The rounds so far, on disk after each."""
 
-    def __init__(self, results: Results, modes: Sequence[str]) -> None:
-        self.results, self.modes, self.cases = results, modes, dict[str, list[Round]]()
+    def __init__(self, results: Results, modes: Sequence[str], most: Mapping[str, int]) -> None:
+        self.results, self.modes, self.most, self.cases = results, modes, most, dict[str, list[Round]]()
         self.path = results.path.with_suffix(".rounds.jsonl")
         self.head = {key: results.data[key] for key in ("bench", "device", "driver", "commit")} | {"modes": list(modes)}
         lines = self.path.read_text().splitlines() if self.path.exists() else []
@@ -252,12 +279,15 @@ class Record:
             good = kept(rounds)
             lost += [f"{case} {number}: {why}" for number, why in rejected(rounds).items()]
             good_rounds += good
-            rows += [row(case, mode, good) for mode in self.modes if good and all(mode in one["cells"] for one in good)]
+            most = self.most.get(case, MOST)
+            rows += [row(case, mode, of, most) for mode in self.modes if (of := of_mode(good, mode))]
         if not rows:
             return
-        worst, counts = max(one["noise"] for one in good_rounds), [len(kept(rounds)) for rounds in self.cases.values()]
+        worst, counts = max(one["noise"] for one in good_rounds), [it["rounds"] for it in rows]
+        others = [it for it in rows if "ended" in it]
+        narrow = sum(it["ended"] == "interval" for it in others)
         data["host"] = (
-            f"{min(counts)} to {max(counts)} rounds a case, host noise at most {worst:.2f}"
+            f"{min(counts)} to {max(counts)} rounds a cell, {narrow} of {len(others)} cells ended by their interval; host noise at most {worst:.2f}"
             f" (limit {NOISE:g} times the usual); {len(lost)} rounds rejected{': ' + '; '.join(lost) if lost else ''}."
         )
         if notes:
@@ -269,7 +299,7 @@ class Record:
 def arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
     """Flags of every benchmark in rounds."""
     parser.add_argument("--seconds", type=float, default=seconds, help="length of one mode in a round [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=MOST, help="rounds at most [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=MOST, help="rounds that count, at most; fewer where intervals are narrow before [%(default)s]")
     parser.add_argument("--budget", type=float, default=3600.0, metavar="S", help="seconds for this call [%(default)s]")
 
 
@@ -295,14 +325,16 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
     notes = [] if notes is None else notes
     if "alone" not in plan.modes:
         raise BenchError("every round has the mode alone")
-    record, end = Record(results, plan.modes), time.monotonic() + budget_s
+    least = {case: plan.least.get(case, LEAST) for case in plan.cases}
+    record = Record(results, plan.modes, {case: max(most, of) for case, of in least.items()})
+    end = time.monotonic() + budget_s
     longest = preparation = 0.0
     for case in plan.cases:
         prepared = False
         while True:
             rounds = record.cases.get(case, [])
-            least = plan.least.get(case, LEAST)
-            if len(rounds) >= max(most, least) or len(rounds) >= least and enough(rounds, plan.modes):
+            modes = unfinished(rounds, plan.modes, least[case], most, case in plan.varies)
+            if not modes:
                 break
             if time.monotonic() + longest + (0.0 if prepared else preparation) > end:
                 say(f"the budget is spent: call again to go on with {case}")
@@ -316,7 +348,7 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
                 prepared, preparation = True, max(preparation, time.monotonic() - begin)
             begin, number = time.monotonic(), len(rounds)
             one: Round = {"case": case, "round": number, "noise": 0.0, "varies": case in plan.varies, "failed": {}, "cells": {}}
-            for name in [*plan.modes[number % len(plan.modes) :], *plan.modes[: number % len(plan.modes)]]:
+            for name in [*modes[number % len(modes) :], *modes[: number % len(modes)]]:
                 one["noise"] = max(one["noise"], float(f"{noise():.4g}"))
                 try:
                     one["cells"][name] = measured = plan.measure(case, name, number)

@@ -145,6 +145,9 @@ class Plot(unittest.TestCase):
     def test_intervals_and_samples_are_shown(self) -> None:
         rows = [row("a", "gpumux", latency_p99_ms=2.0) | {"interval": {"latency_p99_ms": [1.5, 2.5]}, "samples": 7}]
         self.assertIn("| a | gpumux | 2 (1.500–2.500) | 7 |", plot.table(rows))
+        rows = [row("a", "alone", x=1.0) | {"rounds": 6}, row("a", "gpumux", x=2.0) | {"rounds": 5, "ended": "interval"}]
+        self.assertIn("| case | mode | x | rounds | ended |", plot.table(rows))
+        self.assertIn("| a | alone | 1 | 6 |  |\n| a | gpumux | 2 | 5 | interval |", plot.table(rows))
 
     def test_picture_is_well_formed_and_true_to_scale(self) -> None:
         svg = ElementTree.fromstring(plot.picture(DATA) or "")

@@ -95,14 +95,71 @@ class Rules(unittest.TestCase):
         self.assertEqual([*rounds.rejected(few)], [1])
         self.assertEqual([*rounds.rejected([*few, *(one(at, [1.0], [1.0]) for at in range(2, rounds.LEAST))])], [0, 1])
 
-    def test_rounds_are_enough_when_the_interval_is_narrow(self) -> None:
+    def test_cell_ends_when_its_interval_is_narrow_or_at_the_most(self) -> None:
         steady = [one(at, [1.0] * 20, [2.0] * 20) for at in range(rounds.LEAST)]
-        self.assertTrue(rounds.enough(steady, MODES))
-        self.assertFalse(rounds.enough(steady[1:], MODES))
+        self.assertEqual(rounds.ended(steady, "gpumux", 9), "interval")
+        self.assertEqual(rounds.ended(steady[1:], "gpumux", 9), "budget")
         rng = random.Random(1)
         wild = [one(at, [1.0] * 20, [rng.uniform(1, 3)] * 20) for at in range(rounds.LEAST)]
-        self.assertFalse(rounds.enough(wild, MODES))
-        self.assertTrue(rounds.enough(wild * (rounds.MOST // rounds.LEAST), MODES))
+        self.assertEqual(rounds.ended(wild, "gpumux", 9), "budget")
+        self.assertEqual(rounds.ended(wild, "gpumux", rounds.LEAST), "rounds")
+        self.assertEqual(rounds.row("a", "gpumux", steady)["ended"], "interval")
+
+    def test_few_requests_end_by_their_median_and_not_by_the_slowest(self) -> None:
+        found = [one(at, [1.0] * 20, [2.0] * 19 + [20.0 * (1 + at % 2)]) for at in range(rounds.LEAST)]
+        self.assertEqual(rounds.ended(found, "gpumux", 9), "interval")
+        many = [one(at, [1.0] * 200, [2.0] * 190 + [20.0 * (1 + at % 2)] * 10) for at in range(rounds.LEAST)]
+        self.assertEqual(rounds.ended(many, "gpumux", 9), "budget")
+
+    def test_cells_without_requests_end_by_their_rate(self) -> None:
+        def rated(*rates: float) -> list[Round]:
+            return [one(at, [], []) | {"cells": {name: rounds.cell(per_s=of) for name in MODES}} for at, of in enumerate(rates)]
+
+        self.assertEqual(rounds.ended(rated(10, 10.1, 9.9, 10, 10), "gpumux", 9), "interval")
+        self.assertEqual(rounds.ended(rated(5, 10, 15, 20, 10), "gpumux", 9), "budget")
+
+    def noisy(self, spread: float, most: int, modes: dict[str, float], varies: bool = False) -> tuple[list[Round], dict[str, str]]:
+        """Rounds of modes whose requests differ by 2%, and whose rounds by so much more (both lognormal), until the rule ends them, and how each ended."""
+        rng, found = random.Random(7), list[Round]()
+        while todo := rounds.unfinished(found, ["alone", *modes], rounds.LEAST, most, varies):
+            made = one(len(found), [1.0] * 400, [])
+            round_of = {name: rng.lognormvariate(0, modes.get(name, 0.0) * spread) for name in todo}
+            made["cells"] = {name: rounds.cell(level * rng.lognormvariate(0, 0.02) for _ in range(400)) for name, level in round_of.items()}
+            found.append(made)
+        return found, {name: rounds.ended(rounds.of_mode(rounds.kept(found), name), name, most) for name in modes}
+
+    def test_steady_cell_ends_before_a_noisy_one(self) -> None:
+        found, how = self.noisy(0.15, rounds.MOST, {"steady": 0.0, "noisy": 1.0})
+        self.assertEqual(how, {"steady": "interval", "noisy": "interval"})
+        self.assertEqual(sum("steady" in it["cells"] for it in found), rounds.LEAST)
+        self.assertGreater(len(found), rounds.LEAST)
+        self.assertLess(len(found), rounds.MOST)
+
+    def test_parts_of_a_trace_end_together(self) -> None:
+        found, _ = self.noisy(0.15, rounds.MOST, {"steady": 0.0, "noisy": 1.0}, varies=True)
+        self.assertTrue(all("steady" in it["cells"] for it in found))
+
+    def test_noise_decides_how_many_rounds_a_cell_needs(self) -> None:
+        counts = [len(self.noisy(spread, rounds.MOST, {"x": 1.0})[0]) for spread in (0.0, 0.1, 1.0)]
+        self.assertEqual((counts[0], counts[-1]), (rounds.LEAST, rounds.MOST))
+        self.assertTrue(counts[0] < counts[1] < counts[2], counts)
+
+    def test_one_slow_round_of_five_does_not_look_steady(self) -> None:
+        levels = [1.0, 1.3, 1.3, 1.0, 1.0]
+        found = [one(at, [1.0] * 400, [2.0 * level] * 400) for at, level in enumerate(levels)]
+        self.assertEqual(rounds.ended(found, "gpumux", 9), "budget")
+
+    def test_student_is_the_quantile_of_its_distribution(self) -> None:
+        for freedom, expected in {4: 2.776, 9: 2.262, 39: 2.023}.items():
+            self.assertAlmostEqual(rounds.student(freedom) / expected, 1, delta=0.02)
+
+    def test_rejected_rounds_are_made_again(self) -> None:
+        wild = [one(at, [1.0] * 20, [1.0 + at % 3] * 20) for at in range(rounds.LEAST - 1)] + [one(4, [1.0] * 20, [1.0], noise=9.0)]
+        self.assertEqual(rounds.unfinished(wild, MODES, rounds.LEAST, rounds.LEAST), MODES)
+        more = one(5, [1.0] * 20, [2.0] * 20)
+        self.assertEqual(rounds.unfinished([*wild, more], MODES, rounds.LEAST, rounds.LEAST), [])
+        hopeless = [one(at, [1.0], [1.0], failed={"gpumux": "broke"}) for at in range(2 * rounds.LEAST)]
+        self.assertEqual(rounds.unfinished(hopeless, MODES, rounds.LEAST, rounds.LEAST), [])
 
     def test_noise_is_a_ratio_of_at_least_one(self) -> None:
         self.assertGreaterEqual(rounds.noise(0.01), 1.0)
