@@ -188,8 +188,9 @@ class Results:
         return 1 if self.failed else 0
 
 
-# What a row may have besides (rounds.py); a table shows all but the first as columns.
-MAY = ("interval", "samples", "rounds", "ended")
+# What a row may have besides (rounds.py), and what of that a table shows as columns.
+COUNTS = ("samples", "rounds", "ended")
+MAY = ("interval", "series", *COUNTS)
 
 
 def check_results(data: Any) -> None:
@@ -203,7 +204,8 @@ def check_results(data: Any) -> None:
             raise BenchError(f"a row has case, mode and values, and may have {', '.join(MAY)}: {row}")
         if not set(row.get("interval", {})) <= set(row["values"]) or not all(isinstance(row.get(name, 0), int) for name in ("samples", "rounds")):
             raise BenchError(f"{row['case']} / {row['mode']}: an interval without its value, or no number of samples or rounds")
-        for name, value in row["values"].items():
+        values = [*row["values"].items(), *((name, value) for name, over in row.get("series", {}).items() for value in over.values())]
+        for name, value in values:
             around = row.get("interval", {}).get(name, [value, value])
             if not all(isinstance(it, (int, float)) and math.isfinite(it) for it in (value, *around)):
                 raise BenchError(f"{row['case']} / {row['mode']}: {name} is {value} in {around}")

@@ -4,6 +4,8 @@ A document says what it shows; this program fills it in, and running it again ch
 
 - `<!-- table NAME; cases A,B; modes a,b; values x,y -->` ... `<!-- end -->` is the table of results file NAME (`cases` and `modes` select rows, `values` columns).
 - `<!-- runs VALUE; MODE÷BASE; NAME NAME ... -->` ... `<!-- end -->` is a table of one ratio: a row per case, a column per call.
+- `<!-- figure IMAGE; bars VALUE,VALUE; modes a,b; NAME A,B; NAME C -->` is the picture docs/img/IMAGE.svg of these cases, a panel per value. `lines VALUE,VALUE by X` has a line per
+  mode instead, at the number in the case's name (`A@prep50`), or at the seconds of a row's series. Of one value `latency_mean_added_us` is the difference from alone.
 - `1.06<!--=NAME;CASE;MODE;VALUE-->` is one number. MODE may be `gpumux÷alone`, a ratio, or `gpumux−none`, a difference; CASE may be `A,B,C` or `*`
   and NAME several names with commas, with `min ` or `max ` before the whole. A `%` after the number makes it a percentage.
 - NAME is the file's name without `.json`; `BENCH-COMMIT` is enough where it is unique on the H100.
@@ -16,14 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import fidelity
@@ -35,12 +38,18 @@ COLOURS = {
     "mps": "#b6535c",
     "fixed": "#7a6fb0",
     "gpumux": "#2b7bba",
+    "space": "#1a9988",
+    "unhinted": "#8fb8d8",
+    "gpreempt": "#3f8f3f",
+    "gpreempt-unhinted": "#a3cfa3",
 }
+OTHER_COLOURS = ["#0969da", "#bc4c00", "#1a7f37", "#8250df", "#57606a"]
 RATIOS = {"latency_p99_ms": "p99 ÷ alone", "batch_rate": "batch rate ÷ alone"}
 UNITS = {"ms": "ms", "us": "µs", "s": "s"}
 # Names that end like a unit but are none.
 RATES = {"batch_rate": "batch rate (1/s)"}
 BLOCK = re.compile(r"(<!-- (table|runs) ([^>]*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"<!-- figure ([\w-]+);\s*(bars|lines) ([\w,]+)(?: by ([^;]+))?;\s*modes ([^;]+);\s*(.*?) -->", re.DOTALL)
 INLINE = re.compile(r"(-?\d+(?:\.\d+)?)(%?)<!--=([^>]*)-->")
 # Written by other programs.
 GENERATED = {"commands.md", "emulated-functions.md", "SUMMARY.md"}
@@ -153,7 +162,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     names = columns(rows)
     relative = [name for name in RATIOS if name in names and f"{name.rpartition('_')[0]}_rel" not in names]
     relative = [name for name in relative if any(compared(row, rows, name) for row in rows)]
-    counted = [name for name in common.MAY[1:] if any(name in row for row in rows)]
+    counted = [name for name in common.COUNTS if any(name in row for row in rows)]
     head = ["case", "mode", *map(title, names), *(RATIOS[name] for name in relative), *counted]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     for row in rows:
@@ -214,13 +223,38 @@ def runs(store: Store, text: str) -> str:
 # --- pictures -----------------------------------------------------------------------------------
 
 
-def bars(data: dict[str, Any], name: str, x: int, width: int) -> Iterable[str]:
+def svg(head: str, width: int, height: int, panels: Iterable[str]) -> str:
+    """A picture of panels that stand side by side."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+            "<style>text{fill:#24292f}.head{font-weight:bold;font-size:13px}.case{font-weight:bold}</style>",
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            f'<text x="12" y="22" font-size="15">{escape(head)}</text>',
+            *panels,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def origin(data: dict[str, Any]) -> str:
+    """Device and commit, short."""
+    return f"{data['device'].removeprefix('none: ')}, {data['commit'][:7]}"
+
+
+# A longer bar of a relative value is cut, and shown so.
+LIMIT = 10
+
+
+def bars(rows: list[dict[str, Any]], name: str, x: int, width: int) -> Iterable[str]:
     """One panel: a bar per case and mode, with its interval."""
-    rows = [row for row in data["rows"] if name in row["values"]]
-    top = lambda row: row.get("interval", {}).get(name, [0, row["values"][name]])[1]  # noqa: E731
+    rows = [row for row in rows if name in row["values"]]
+    limit = LIMIT if name.endswith("_rel") else math.inf
+    top = lambda row: min(limit, row.get("interval", {}).get(name, [0, row["values"][name]])[1])  # noqa: E731
     # The cases of a latency share a scale; fleets differ in size.
     scale_of = lambda case: (width - 190) / (max(top(row) for row in rows if name != "gpus" or row["case"] == case) or 1)  # noqa: E731
-    yield f'<text x="{x}" y="44" class="head">{escape(title(name))}</text>'
+    yield f'<text x="{x}" y="44" class="head">{escape(title(name).replace(" rel", " ÷ alone"))}</text>'
     y, case, scale = 54, None, 1.0
     for row in rows:
         if row["case"] != case:
@@ -228,63 +262,137 @@ def bars(data: dict[str, Any], name: str, x: int, width: int) -> Iterable[str]:
             yield f'<text x="{x}" y="{y}" class="case">{escape(case)}</text>'
             y += 6
         value = row["values"][name]
-        length = end = max(1.0, value * scale)
+        length = end = max(1.0, min(limit, value) * scale)
         colour = COLOURS.get(row["mode"], "#555555")
         yield f'<text x="{x + 96}" y="{y + 12}" text-anchor="end">{escape(row["mode"])}</text>'
         yield f'<rect x="{x + 102}" y="{y + 2}" width="{length:.1f}" height="13" fill="{colour}"/>'
-        if between := row.get("interval", {}).get(name):
-            low, end = (x + 102 + it * scale for it in between)
+        if value > limit:
+            yield f'<path d="M{x + 102 + end - 14:.1f} {y}l-5 17h5l5 -17z" fill="#ffffff"/>'
+        elif between := row.get("interval", {}).get(name):
+            low, end = (x + 102 + max(0.0, min(limit, it) * scale) for it in between)
             yield f'<path d="M{low:.1f} {y + 8}H{end:.1f}" stroke="#24292f" stroke-width="2"/>'
             end -= x + 102
         yield f'<text x="{x + 108 + end:.1f}" y="{y + 12}">{number(value)}</text>'
         y += 18
 
 
+def bar_panels(head: str, rows: list[dict[str, Any]], names: Sequence[str]) -> str:
+    """A picture with bars of these values."""
+    cases, width = len({row["case"] for row in rows}), 470
+    left = max(12, 7 * max(len(row["mode"]) for row in rows) - 90)
+    panels = [line for at, name in enumerate(names) for line in bars(rows, name, left + at * width, width)]
+    return svg(head, width * len(names), 84 + 24 * cases + 18 * len(rows), panels)
+
+
 def picture(data: dict[str, Any]) -> str | None:
     """An SVG of the latencies and the batch rate, of the GPUs that are needed and of what is attained, or of curves; nothing where there are none."""
+    head = f"{data['bench']}: {origin(data)}"
     if data["bench"] == "curves":
-        return curves(data)
+        found = dict[str, list[Point]]()
+        for row in data["rows"]:
+            found.setdefault(row["case"], []).append(Point(float(row["mode"].rstrip("%")), row["values"]["relative"]))
+        return line_panels(head, [("", found)], "percent of the SMs; throughput relative to all of them")
     names = [name for name in ("latency_p99_ms", "batch_rate", "gpus", "attained") if name in columns(data["rows"])]
-    if not names:
-        return None
-    cases = len({row["case"] for row in data["rows"]})
-    height, width = 84 + 24 * cases + 18 * len(data["rows"]), 470
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * len(names)}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        "<style>text{fill:#24292f}.head{font-weight:bold;font-size:13px}.case{font-weight:bold}</style>",
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="12" y="22" font-size="15">{escape(data["bench"])}: {escape(data["device"].removeprefix("none: "))}, {escape(data["commit"][:7])}</text>',
-    ]
-    for place, name in enumerate(names):
-        lines += bars(data, name, 12 + place * width, width)
-    return "\n".join([*lines, "</svg>", ""])
+    return bar_panels(head, data["rows"], names) if names else None
 
 
-def curves(data: dict[str, Any]) -> str:
-    """An SVG of utility curves: throughput by percentage of the SMs, a line per program."""
-    left, top, side, colours = 52, 44, 300, ["#0969da", "#bc4c00", "#1a7f37", "#8250df", "#57606a"]
-    at = lambda percent, value: (left + percent / 100 * side, top + (1 - value / 1.1) * side)  # noqa: E731
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + side + 150}" height="{top + side + 46}" font-family="sans-serif" font-size="11">',
-        "<style>text{fill:#24292f}</style>",
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="12" y="22" font-size="15">{escape(data["bench"])}: {escape(data["device"])}, {escape(data["commit"][:7])}</text>',
-    ]
-    for part in (0, 25, 50, 75, 100):
-        (x, zero), (_, y) = at(part, 0), at(0, part / 100)
-        lines.append(f'<path d="M{x:.1f} {top}V{zero:.1f}M{left} {y:.1f}H{left + side}" stroke="#d0d7de"/>')
-        lines.append(f'<text x="{x:.1f}" y="{zero + 16:.1f}" text-anchor="middle">{part}%</text>')
-        lines.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{part / 100:g}</text>')
-    lines.append(f'<text x="{left + side / 2}" y="{top + side + 36}" text-anchor="middle">part of the SMs; throughput relative to all of them</text>')
-    cases = dict.fromkeys(row["case"] for row in data["rows"])
-    for number, case in enumerate(cases):
-        points = [at(float(row["mode"].rstrip("%")), row["values"]["relative"]) for row in data["rows"] if row["case"] == case]
-        colour = colours[number % len(colours)]
-        lines.append(f'<path d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        lines.append(f'<text x="{left + side + 14}" y="{top + 14 + 18 * number}" style="fill:{colour}">{escape(case)}</text>')
-    return "\n".join([*lines, "</svg>", ""])
+class Point(NamedTuple):
+    """A point of a line, and its interval."""
+
+    x: float
+    y: float
+    interval: Sequence[float] = ()
+
+
+SIDE = 300
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers of an axis."""
+    step = next(step for power in range(-4, 9) for step in (10.0**power, 2 * 10.0**power, 2.5 * 10.0**power, 5 * 10.0**power) if (high - low) / step <= 5)
+    return [step * at for at in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def lines(left: int, head: str, found: dict[str, list[Point]], x_title: str) -> Iterable[str]:
+    """One panel: a line per name, with intervals, from zero."""
+    top, points = 44, [point for of in found.values() for point in of]
+    last = max(point.x for point in points) or 1
+    heights = [it for point in points for it in (point.y, *point.interval)]
+    least, most = min(0.0, *heights), 1.1 * max(heights)
+    at = lambda x, y: (left + x / last * SIDE, top + (most - y) / (most - least) * SIDE)  # noqa: E731
+    yield f'<text x="{left}" y="38" class="head">{escape(head)}</text>'
+    for value in ticks(0, last):
+        x, _ = at(value, 0)
+        yield f'<path d="M{x:.1f} {top}V{top + SIDE}" stroke="#d0d7de"/><text x="{x:.1f}" y="{top + SIDE + 16}" text-anchor="middle">{value:g}</text>'
+    for value in ticks(least, most):
+        _, y = at(0, value)
+        yield f'<path d="M{left} {y:.1f}H{left + SIDE}" stroke="#d0d7de"/><text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+    yield f'<text x="{left + SIDE / 2}" y="{top + SIDE + 36}" text-anchor="middle">{escape(x_title)}</text>'
+    for place, (name, of) in enumerate(found.items()):
+        colour = COLOURS.get(name, OTHER_COLOURS[place % len(OTHER_COLOURS)])
+        yield f'<path d="M{" L".join("{:.1f} {:.1f}".format(*at(it.x, it.y)) for it in of)}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        for point in of:
+            x, y = at(point.x, point.y)
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
+            if point.interval:
+                (_, low), (_, high) = (at(0, it) for it in point.interval)
+                yield f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="{colour}"/>'
+        yield f'<text x="{left + SIDE + 14}" y="{top + 14 + 18 * place}" style="fill:{colour}">{escape(name)}</text>'
+
+
+def line_panels(head: str, panels: Sequence[tuple[str, dict[str, list[Point]]]], x_title: str) -> str:
+    """A picture with lines, a panel for each group of them."""
+    width = 52 + SIDE + 150
+    drawn = [line for at, (name, found) in enumerate(panels) for line in lines(52 + at * width, name, found, x_title)]
+    return svg(head, width * len(panels), 44 + SIDE + 46, drawn)
+
+
+def with_differences(row: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, Any]:
+    """A row that also has what its latencies add to those alone, and relative ones of the row alone."""
+    if alone is None:
+        return row
+    values, around = dict(row["values"]), dict(row.get("interval", {}))
+    for name, base in alone["values"].items():
+        kind = name.removesuffix("_ms")
+        if kind == name or name not in values:
+            continue
+        if row is alone:
+            values[f"{kind}_rel"] = 1.0
+        else:
+            values[f"{kind}_added_us"] = (values[name] - base) * 1e3
+            if between := around.get(f"{kind}_rel"):
+                around[f"{kind}_added_us"] = [(it - 1) * base * 1e3 for it in between]
+    return row | {"values": values, "interval": around}
+
+
+def figure(store: Store, match: re.Match[str]) -> str:
+    """The picture that a document describes."""
+    _, kind, values, x_title, modes, sources = match.groups()
+    rows, heads, wanted = list[dict[str, Any]](), list[str](), [it.strip() for it in modes.split(",")]
+    for source in sources.split(";"):
+        name, cases = source.split()
+        data = store.files[store.named(name)]
+        for case in cases.split(","):
+            of = {row["mode"]: row for row in data["rows"] if row["case"] == case}
+            if not of:
+                raise common.BenchError(f"{name} has no case {case}")
+            shown_as = f"{case} ({origin(data).removeprefix('NVIDIA ')})" if ";" in sources else case
+            rows += [with_differences(of[mode], of.get("alone")) | {"case": shown_as} for mode in wanted if mode in of]
+        heads.append(origin(data))
+    head = f"{match[1]}: {', '.join(dict.fromkeys(heads))}" if len(set(heads)) == 1 else match[1]
+    names = values.split(",")
+    if kind == "bars":
+        return bar_panels(head, rows, names)
+    panels = []
+    for name in names:
+        found = dict[str, list[Point]]()
+        for row in rows:
+            if over := row.get("series", {}).get(name):
+                found.setdefault(row["mode"], []).extend(Point(float(at), value) for at, value in over.items())
+            elif name in row["values"]:
+                found.setdefault(row["mode"], []).append(Point(float(re.findall(r"\d+", row["case"])[-1]), row["values"][name], row.get("interval", {}).get(name, ())))
+        panels.append((title(name), found))
+    return line_panels(head, panels, x_title or "")
 
 
 # What the README's chart shows: its panels, their measures, and the modes.
@@ -384,6 +492,11 @@ def outputs(results: Path, pages: Iterable[Path]) -> tuple[dict[Path, str], list
             if svg is None:
                 raise common.BenchError(f"{page.name}: nothing can be drawn of {name}")
             files[(results if folder.endswith("results/") else page.parent / folder) / f"{name}.svg"] = svg
+        for match in FIGURE.finditer(text):
+            path = f"img/{match[1]}.svg"
+            if f"]({path})" not in text:
+                raise common.BenchError(f"{page.name} does not show {path}")
+            files[page.parent / path] = figure(store, match)
         if "docs/img/sharing.svg)" in text or 'docs/img/sharing.svg"' in text:
             files[CHART] = chart(store)
     return files, sorted(store.files.keys() - tables)

@@ -47,7 +47,8 @@ Round = dict[str, Any]
 
 
 def cell(latencies_ms: Iterable[float] = (), **rates: float) -> dict[str, Any]:
-    """What one mode gave in one round: latencies of all requests, and rates by name (`batch_rate`). `more_ms` may hold further times by name."""
+    """What one mode gave in one round: latencies of all requests, and rates by name (`batch_rate`). `more_ms` may hold further times by
+    name, and `series` values by second, of which each round has others."""
     return {"latencies_ms": [float(f"{it:.5g}") for it in latencies_ms], "rates": {k: float(f"{v:.6g}") for k, v in rates.items()}}
 
 
@@ -210,6 +211,8 @@ def row(case: str, mode: str, good: Sequence[Round], most: int = MOST) -> dict[s
         "samples": sum(len(it["latencies_ms"]) for it in cells),
         "rounds": len(good),
     }
+    for name in {name: 0 for it in cells for name in it.get("series", {})}:
+        made.setdefault("series", {})[name] = {at: value for it in cells for at, value in it.get("series", {}).get(name, {}).items()}
     if mode != "alone":
         made["ended"] = ended(good, mode, most)
     if len(good) >= LEAST:

@@ -9,7 +9,7 @@ requests back to back).
 
 Values: `latency_*` is the time to the first token (TTFT); `tpot_*` the time of each further token of a request; `tokens_per_s`, `requests_per_s`;
 `goodput_per_s` and `attainment` of the requests that met TTFT_MS and TPOT_MS, among all that came (an unfinished one did not); `batch_rate` of what is
-beside; `gpu_busy` and `memory_gib` as nvidia-smi sees them (the vision paper's Fig. 1b).
+beside; `gpu_busy` and `memory_gib` as nvidia-smi sees them. `series` of a row has `gpu_busy` by second of the trace as played, for the vision paper's Fig. 1b.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import contextlib
 import csv
 import datetime
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,6 +84,9 @@ def part(requests: Sequence[Request], speed: float, begin: float, seconds: float
     return found
 
 
+LEAD_S = 0.5
+
+
 def cell(came: Sequence[Request], answer: dict[str, Any], seconds: float, **others: float) -> dict[str, Any]:
     """What one round gave: `first_s` and `last_s` of each request, or none, relative to its start, and how many `tokens` it had made."""
     ttft, tpot, good, done, tokens = [], [], 0, 0, 0
@@ -100,11 +105,34 @@ def cell(came: Sequence[Request], answer: dict[str, Any], seconds: float, **othe
     return made | {"more_ms": {"tpot": rounds.cell(tpot)["latencies_ms"]}}
 
 
+class Used(NamedTuple):
+    """What nvidia-smi saw: means, and the part of each second that the GPU was busy, by seconds from `since`."""
+
+    means: dict[str, float]
+    busy: dict[int, float]
+
+
+def used_of(lines: Iterable[str], since: float) -> Used:
+    """Reads nvidia-smi's lines: time, percent busy, MiB."""
+    seen = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the last one may be cut
+            at, busy, mib = line.split(",")
+            seen.append((datetime.datetime.strptime(at.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp() - since, float(busy) / 100, float(mib) / 1024))
+    if not seen:
+        return Used({}, {})
+    seconds = dict[int, list[float]]()
+    for at, part_busy, _ in seen:
+        seconds.setdefault(int(at // 1), []).append(part_busy)
+    means = {"gpu_busy": statistics.fmean(it[1] for it in seen), "memory_gib": statistics.fmean(it[2] for it in seen)}
+    return Used(means, {at: statistics.fmean(of) for at, of in seconds.items()})
+
+
 @contextlib.contextmanager
-def utilization() -> Iterator[dict[str, float]]:
-    """Fills in what nvidia-smi sees of the first GPU until the block ends; nothing, where there is none."""
-    found: dict[str, float] = {}
-    command = ["nvidia-smi", "-i", "0", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
+def utilization() -> Iterator[Used]:
+    """Fills in what nvidia-smi sees of the first GPU until the block ends, by seconds from when the programs begin; nothing, where there is none."""
+    found, since = Used({}, {}), time.time() + LEAD_S
+    command = ["nvidia-smi", "-i", "0", "--query-gpu=timestamp,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
     with tempfile.TemporaryFile("w+") as out:
         try:
             watching = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -116,9 +144,9 @@ def utilization() -> Iterator[dict[str, float]]:
         finally:
             common.end(watching, 2.0)
         out.seek(0)
-        seen = [tuple(map(float, line.split(","))) for line in out if line.count(",") == 1]
-        if seen:
-            found |= {"gpu_busy": sum(it[0] for it in seen) / len(seen) / 100, "memory_gib": sum(it[1] for it in seen) / len(seen) / 1024}
+        means, busy = used_of(out, since)
+        found.means.update(means)
+        found.busy.update(busy)
 
 
 def main() -> int:
@@ -168,13 +196,14 @@ def main() -> int:
             batch = {beside: BESIDE[beside][1]} if beside in BESIDE else {}
             with utilization() as used:
                 if mode == "alone" or not batch:
-                    answers = engines[stage].measure(seconds, orders)
+                    answers = engines[stage].measure(seconds, orders, LEAD_S)
                 else:
                     answers = together(engines[stage], orders, besides[stage], batch, seconds)
-            others = dict(used)
+            others = dict(used.means)
             if batch:
                 others["batch_rate"] = rate((besides[stage].measure(seconds / 4, batch) if mode == "alone" else answers)[beside])
-            return cell(came, answers["engine"], seconds, **others)
+            over = {f"{number * seconds + at:g}": float(f"{busy:.3g}") for at, busy in sorted(used.busy.items()) if 0 <= at < seconds}
+            return cell(came, answers["engine"], seconds, **others) | ({"series": {"gpu_busy": over}} if over else {})
 
         plan = rounds.Plan(options.cases, modes, measure, lambda case: rounds.prepare(case, modes, have, notes), varies=options.cases)
         return rounds.run(plan, results, options.budget, options.rounds, notes)
@@ -185,7 +214,7 @@ def together(engines: Crew, orders: dict[str, Any], besides: Crew, batch: dict[s
     both = Crew(engines.mode)
     both.workers = engines.workers | besides.workers
     try:
-        return both.measure(seconds, orders | batch)
+        return both.measure(seconds, orders | batch, LEAD_S)
     except BaseException:
         # Those that were measured are gone: the crews must not take them for theirs.
         for crew in (engines, besides):

@@ -100,6 +100,40 @@ class Plot(unittest.TestCase):
         # Of half of the SMs half of the throughput: in the middle of the panel, whose scale goes to 1.1.
         self.assertIn('cx="202.0" cy="207.6"', drawn)
 
+    def figured(self, text: str) -> str:
+        self.readme.write_text(f"<!-- figure fig; {text} -->\n![x](img/fig.svg)\n<!-- table colocation-h100 -->\n<!-- end -->\n")
+        return self.outputs()[self.readme.parent / "img" / "fig.svg"]
+
+    def test_figure_has_the_bars_of_its_cases_with_their_calls(self) -> None:
+        drawn = self.figured("bars latency_p99_added_us,latency_p99_rel; modes gpumux;\ncolocation-h100 graph+train; colocation-h100 graph+train")
+        self.assertEqual(drawn.count("graph+train (&lt;H100&gt;, 0123456)"), 1)
+        self.assertEqual(drawn.count(">250<"), 2, "µs more than alone")
+        for wrong in ("colocation-h100 nothing", "nothing graph+train"):
+            with self.assertRaises(common.BenchError):
+                self.figured(f"bars batch_rate; modes gpumux; {wrong}")
+
+    def test_relative_bars_are_cut(self) -> None:
+        rows = [row("a", "mps", x_rel=3000.0) | {"interval": {"x_rel": [2000, 4000]}}, row("a", "gpumux", x_rel=1.0)]
+        drawn = plot.bar_panels("", rows, ["x_rel"])
+        self.assertIn('width="280.0"', drawn)
+        self.assertIn('width="28.0"', drawn)
+        self.assertIn(">3000<", drawn)
+
+    def test_lines_go_by_the_cases_number_or_by_second(self) -> None:
+        rows = [row(f"A@prep{at}", "gpumux", batch_rate=10.0 + at) | {"interval": {"batch_rate": [9.0, 12.0 + at]}} for at in (0, 50)]
+        (self.results / "colocation-h100.json").write_text(json.dumps(DATA | {"rows": [*DATA["rows"], *rows]}))
+        drawn = self.figured("lines batch_rate by preparation (µs); modes gpumux; colocation-h100 A@prep0,A@prep50")
+        self.assertEqual((drawn.count("<circle"), drawn.count(">preparation (µs)<")), (2, 1))
+        self.assertIn('cx="352.0"', drawn, "the last one is at the right")
+        rows = [row("1x", "alone", gpu_busy=0.5) | {"series": {"gpu_busy": {"0": 0.25, "1": 0.5, "2": 1.0}}}]
+        (self.results / "colocation-h100.json").write_text(json.dumps(DATA | {"rows": [*DATA["rows"], *rows]}))
+        self.assertEqual(self.figured("lines gpu_busy by second; modes alone; colocation-h100 1x").count("<circle"), 3)
+
+    def test_figure_that_no_page_shows_is_an_error(self) -> None:
+        self.readme.write_text("<!-- figure fig; bars batch_rate; modes gpumux; colocation-h100 graph+train -->\n")
+        with self.assertRaisesRegex(common.BenchError, "does not show"):
+            self.outputs()
+
     def test_results_without_a_table_are_found(self) -> None:
         (self.results / "kernels-h100.json").write_text(json.dumps(DATA | {"bench": "kernels"}))
         self.assertEqual(plot.outputs(self.results, [self.readme])[1], ["kernels-h100"])

@@ -1,9 +1,11 @@
 """Traces, the replay of requests, and what counts as good, with an engine that is a fake."""
 
 import csv
+import datetime
 import io
 import unittest
 
+import common
 import rounds
 import serve
 import serve_worker
@@ -95,6 +97,23 @@ class Good(unittest.TestCase):
         found = [{"case": "1x", "round": at, "noise": 1.0, "failed": {}, "cells": {"alone": one, "gpumux": one}} for at in range(5)]
         values = rounds.row("1x", "gpumux", found)["values"]
         self.assertEqual((values["latency_p99_ms"], values["tpot_p99_ms"], values["tpot_p50_rel"]), (1.0, 2.0, 1.0))
+
+
+class Used(unittest.TestCase):
+    def test_busy_part_of_each_second_from_the_beginning(self) -> None:
+        since = datetime.datetime(2026, 11, 28, 4, 0, 1).timestamp()
+        stamps = ("00.900, 0, 1024", "01.100, 50, 2048", "01.900, 100, 2048", "02.000, 10, 3072", "02.2")
+        found = serve.used_of((f"2026/11/28 04:00:{it}" for it in stamps), since)
+        self.assertEqual(found.busy, {-1: 0.0, 0: 0.75, 1: 0.1})
+        self.assertEqual({name: round(value, 3) for name, value in found.means.items()}, {"gpu_busy": 0.4, "memory_gib": 2.0})
+        self.assertEqual(serve.used_of([], since), serve.Used({}, {}))
+
+    def test_series_of_a_row_is_that_of_its_rounds(self) -> None:
+        cells = [rounds.cell([1.0]) | {"series": {"gpu_busy": {str(at): 0.5}}} for at in (0, 12)]
+        found = [{"case": "1x", "round": at, "noise": 1.0, "failed": {}, "cells": {"alone": it}} for at, it in enumerate(cells)]
+        row = rounds.row("1x", "alone", found)
+        self.assertEqual(row["series"], {"gpu_busy": {"0": 0.5, "12": 0.5}})
+        common.check_results({"bench": "", "device": "", "driver": "", "date": "", "commit": "", "command": "", "rows": [row]})
 
 
 if __name__ == "__main__":
