@@ -11,7 +11,10 @@ A document says what it shows; this program fills it in, and running it again ch
 - NAME is the file's name without `.json`; `BENCH-COMMIT` is enough where it is unique on the H100.
 
 `--check` fails where a document would change, where a results file has no table, and where a paragraph that claims a
-measurement holds a number that comes from nowhere. Needs only Python.
+measurement holds a number that comes from nowhere. A number in backticks, or with a unit in backticks, is one like any other, unless it is a setting:
+- `` `10 µs`<!--set=SOURCE--> `` is a setting that stands in results file SOURCE (its command, cases, modes or note) or in that file of the repository.
+- `<!--cited-->` in a paragraph or table row: its numbers are those of the source that it links.
+Needs only Python.
 """
 
 from __future__ import annotations
@@ -508,15 +511,21 @@ def outputs(results: Path, pages: Iterable[Path]) -> tuple[dict[Path, str], list
 CLAIM = re.compile(
     r"\b[HAV][12]00s?\b|\b[Mm]easured\b|\btimes alone\b|\bp(50|90|99)\b|\bEPYC\b|results\.md|fidelity\.md|README\.md#measured|`bench/|commit `"
 )
-# What is no result: code, comments that name a source, links' targets, dates, versions, drivers, products, sections.
+UNIT = r"(?:[µumn]?s|h|%|[x×]|[KMGTk]i?B|[\w-]+/s)(?![\w/])"
+SETTING = re.compile(r"`([^`]*)`<!--set=([^>]*)-->")
+# What is no result: settings, comments that name a source, links' targets, dates, versions, drivers, products, sections.
 NO_RESULT = re.compile(
-    r"-?\d[\d.,]*%?<!--=[^>]*-->|<!--.*?-->|`[^`]*`|\]\([^)]*\)|https?://\S+|\d{4}-\d\d-\d\d|\d+\.\d+\.\d+|"
+    r"-?\d[\d.,]*%?<!--=[^>]*-->|`[^`]*`<!--set=[^>]*-->|<!--.*?-->|\]\([^)]*\)|https?://\S+|\d{4}-\d\d-\d\d|\d+\.\d+\.\d+|"
     r"\b(driver|drivers|branch|branches|PCIe|CUDA|PyTorch|vLLM|MPS v|r|version|case|shape)s? ?\d[\d.]*(( to| and) \d[\d.]*)*|'\d\d|§ ?\d+",
     re.DOTALL,
 )
-# A number in the text: not a part of a name such as H100, ResNet-50 or 2x60%.
-NUMBER = re.compile(r"(?<![\w.,/#×-])-?\d++(?:[.,]\d++)*+(?![\w-]*[A-Za-z_]\w*-|[A-Za-z×])")
-CITED = re.compile(r"\]\(https?://|<!--cited-->")
+# Code that may be a result: a number alone, or with a unit and not with flags.
+VALUE = re.compile(rf"\d[\d.,]*|(?!.*(?:--|=)).*?(?<![\w.=/-])\d[\d.,]*\s?{UNIT}.*", re.DOTALL)
+# A number in the text, also right before a unit: not a part of a name such as H100, ResNet-50 or 2x60%.
+NUMBER = re.compile(rf"(?<![\w.,/#×-])-?\d++(?:[.,]\d++)*+(?:(?={UNIT})|(?![\w-]*[A-Za-z_]\w*-|[A-Za-z×]))")
+# A list item or a table row.
+PART = re.compile(r"\s*([-*](?=\s)|\||\d+\.(?=\s))")
+LINK = re.compile(r"\]\([^)]+\)")
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
@@ -526,7 +535,7 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
     text = re.sub(r"^```.*?^```", hidden, BLOCK.sub(hidden, text), flags=re.DOTALL | re.MULTILINE)
     first, lines = 1, list[str]()
     for at, line in enumerate([*text.splitlines(), ""], 1):
-        if lines and (not line.strip() or re.match(r"\s*([-*|]|\d+\.) ?", line)):
+        if lines and (not line.strip() or PART.match(line)):
             yield first, "\n".join(lines)
             lines = []
         if line.strip():
@@ -541,16 +550,42 @@ def unsourced(text: str) -> list[tuple[int, str]]:
     """
     found, above, last = [], False, -1
     for line, paragraph in paragraphs(text):
-        part = re.match(r"\s*([-*|]|\d+\.) ?", paragraph)
+        part = PART.match(paragraph)
         claims = bool(CLAIM.search(paragraph))
         if not part:
             above = claims and paragraph.rstrip().endswith(":")
         elif part[1] == "|" and line != last + 1:
             above |= claims
         last = line
-        if (claims or part and above) and not CITED.search(paragraph):
-            cleaned = NO_RESULT.sub(lambda match: " " + "\n" * match[0].count("\n"), paragraph)
+        if (claims or part and above) and not ("<!--cited-->" in paragraph and LINK.search(paragraph)):
+            blank = lambda match: " " + "\n" * match[0].count("\n")  # noqa: E731
+            code = lambda match: f" {match[1]} " if VALUE.fullmatch(match[1]) else blank(match)  # noqa: E731, B023
+            cleaned = re.sub(r"`([^`]*)`", code, NO_RESULT.sub(blank, paragraph))
             found += [(line + cleaned[: it.start()].count("\n"), it[0]) for it in NUMBER.finditer(cleaned)]
+    return found
+
+
+# A file may have a setting in a smaller unit, or by a shift.
+MULTIPLES = (1, 1e3, 1e6, 1e9, 1 << 10, 1 << 20, 1 << 30)
+
+
+def not_set(store: Store, root: Path, text: str) -> list[str]:
+    """Settings that do not stand where they are said to."""
+    found = []
+    for what, where in SETTING.findall(text):
+        if where in store.files or not (root / where).is_file():
+            try:
+                data = store.files[store.named(where)]
+            except common.BenchError:
+                found.append(f"{what} is set in {where}, which is neither a file nor results")
+                continue
+            told = " ".join([data["command"], data.get("note", ""), *(f"{row['case']} {row['mode']}" for row in data["rows"])])
+        else:
+            told = (root / where).read_text()
+        there = {float(it) for it in re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d)[,_](?=\d)", "", told))}
+        numbers = map(float, re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d)", "", what)))
+        if not all(there & {it * unit for unit in MULTIPLES} for it in numbers):
+            found.append(f"{what} does not stand in {where}")
     return found
 
 
@@ -597,6 +632,7 @@ def main() -> int:
     for page in (it for it in pages if it.parent.name != "adr"):
         name = os.path.relpath(page, options.root)
         wrong += [f"{name}:{line}: {found} has no source in bench/results" for line, found in unsourced(files[page])]
+        wrong += [f"{name}: {found}" for found in not_set(Store(options.results), options.root, files[page])]
     drawn = {path.name for path in files}
     wrong += [f"{path} is not shown in any document" for path in options.results.glob("*.svg") if path.name not in drawn]
     for line in wrong:

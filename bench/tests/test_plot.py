@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import tempfile
 import unittest
 import xml.etree.ElementTree as ElementTree
@@ -158,17 +159,33 @@ class Plot(unittest.TestCase):
             "| how | p99 |\n|---|---|\n| fast | 12 µs |",
             "Measured on a quiet machine:\n\n- it takes 12 µs",
             "It was measured: 1.0<!--=a;b;c;d-->, then 12.",
+            "On an H100 it takes `12`.",
+            "On an H100 it takes `12 µs` or `12us` or `~12 ms`, at `12 GB/s`, `p99 12 ms`, `12x`, `12×`, `12%`, `12 tokens/s`, `12 GiB`, `12 s`, 12ms, 12× and 12x.",
+            "On an H100 it takes `1 ms`<!--set=x-->, `12`, and by `--for 13` 12.",
+            "On an H100 it takes 12 µs. <!--cited-->",
+            "[A paper](https://example.org) says so of an H100: 12.",
         ):
-            self.assertEqual([number for _, number in plot.unsourced(text)], ["12"], text)
+            found = [number for _, number in plot.unsourced(text)]
+            self.assertEqual(found, ["12"] * len(re.findall(r"(?<!\.)\b12", text)), text)
         for text in (
             "A turn is 50 ms.",
-            "On an H100 (driver 580.159, 2026-11-22) ResNet-50 takes `12 µs`.",
-            "| A100 | 2.4% | [paper](https://example.org) |",
+            "On an H100 (driver 580.159, 2026-11-22) ResNet-50 takes `12 µs`<!--set=x-->, by `prep12`, `--for 12s`, `a=12 ms`, `2x12%`, `12ab34c` and `10ms/prep12`.",
+            "| A100 | 2.4% | [paper](https://example.org) <!--cited--> |",
             "```\nH100 12\n```",
             "<!-- table x -->\n| H100 | 12 |\n<!-- end -->",
         ):
             self.assertEqual(plot.unsourced(text), [], text)
         self.assertEqual(plot.unsourced("one\n\nOn an H100\nit takes 12.\n"), [(4, "12")])
+        self.assertEqual(plot.unsourced("On an H100 it takes\n3.5 GiB,\n*not* 4.\n"), [(2, "3.5"), (3, "4")], "no list items")
+
+    def test_settings_stand_where_they_are_said_to(self) -> None:
+        (self.results / "colocation-h100.json").write_text(json.dumps(DATA | {"command": "x --batch 32", "note": "of 1024 bytes"}))
+        (self.readme.parent / "limits.py").write_text("MOST = 3_000\nWAIT_S = 0.5\n")
+        store = plot.Store(self.results)
+        for text in ("`32`<!--set=colocation-h100-->", "`1,024 B`<!--set=colocation-h100-->", "`3000`<!--set=limits.py-->", "`0.5 s`<!--set=limits.py-->", "`3 s`<!--set=limits.py-->"):
+            self.assertEqual(plot.not_set(store, self.readme.parent, text), [], text)
+        for text in ("`3`<!--set=colocation-h100-->", "`4 s`<!--set=limits.py-->", "`2 ms`<!--set=colocation-h100-->", "`5 s`<!--set=limits.py-->", "`0.52`<!--set=limits.py-->", "`32`<!--set=nothing-->"):
+            self.assertEqual(len(plot.not_set(store, self.readme.parent, text)), 1, text)
 
     def test_calls_stand_side_by_side_with_their_commits(self) -> None:
         (self.results / "colocation-y.json").write_text(json.dumps(DATA | {"commit": "abcdef0123"}))
