@@ -3,6 +3,7 @@
 A document says what it shows; this program fills it in, and running it again changes nothing:
 
 - `<!-- table NAME; cases A,B; modes a,b; values x,y -->` ... `<!-- end -->` is the table of results file NAME (`cases` and `modes` select rows, `values` columns).
+- `<!-- not in rounds -->` ... `<!-- end -->` lists, by section, this page's tables that have no intervals, or are of several calls or the best of several.
 - `<!-- runs VALUE; MODE÷BASE; NAME NAME ... -->` ... `<!-- end -->` is a table of one ratio: a row per case, a column per call.
 - `<!-- figure IMAGE; bars VALUE,VALUE; modes a,b; NAME A,B; NAME C -->` is the picture docs/img/IMAGE.svg of these cases, a panel per value. `lines VALUE,VALUE by X` has a line per
   mode instead, at the number in the case's name (`A@prep50`), or at the seconds of a row's series. Of one value `latency_mean_added_us` is the difference from alone.
@@ -51,7 +52,7 @@ RATIOS = {"latency_p99_ms": "p99 ÷ alone", "batch_rate": "batch rate ÷ alone"}
 UNITS = {"ms": "ms", "us": "µs", "s": "s"}
 # Names that end like a unit but are none.
 RATES = {"batch_rate": "batch rate (1/s)"}
-BLOCK = re.compile(r"(<!-- (table|runs) ([^>]*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|runs|not) ([^>]*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"<!-- figure ([\w-]+);\s*(bars|lines) ([\w,]+)(?: by ([^;]+))?;\s*modes ([^;]+);\s*(.*?) -->", re.DOTALL)
 INLINE = re.compile(r"(-?\d+(?:\.\d+)?)(%?)<!--=([^>]*)-->")
 # Written by other programs.
@@ -221,6 +222,37 @@ def runs(store: Store, text: str) -> str:
                 cells.append("")
         lines.append("| " + " | ".join([case, *cells]) + " |")
     return "\n".join(lines)
+
+
+# A results file's note that tells of more than one measurement of a value, or call.
+BEST, SEVERAL = re.compile(r"\bbest of\b"), re.compile(r"\b[Tt]wo calls\b|\bcall of its own\b")
+
+
+def not_in_rounds(store: Store, text: str) -> str:
+    """This page's tables whose rows are not means of rounds, by section."""
+    found, section = dict[str, list[str]](), ""
+    for match in re.finditer(rf"^#+ ([^\n]+)$|{BLOCK.pattern}", text, re.DOTALL | re.MULTILINE):
+        if match[1]:
+            section = match[1]
+            continue
+        kind, what = match[3], match[4]
+        if kind == "not":
+            continue
+        if kind == "runs":
+            found.setdefault(section, []).append(f"calls side by side, of {title(what.partition(';')[0])}")
+            continue
+        name, *options = what.split(";")
+        name = store.named(name.strip())
+        rows, note = selected(store.files[name], options), store.files[name].get("note", "")
+        cases = dict.fromkeys(row["case"] for row in rows)
+        without = [case for case in cases if not all(row.get("interval") for row in rows if row["case"] == case)]
+        told = [", ".join(without)] if without and len(without) < len(cases) else []
+        told += ["best of several"] if BEST.search(note) else []
+        told += ["two calls"] if SEVERAL.search(note) else []
+        if without or told:
+            found.setdefault(section, []).append(f"`{name}`" + (f" ({'; '.join(told)})" if told else ""))
+    anchor = lambda head: re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")  # noqa: E731
+    return "\n".join(f"- [{head}](#{anchor(head)}): {', '.join(dict.fromkeys(of))}" for head, of in found.items())
 
 
 # --- pictures -----------------------------------------------------------------------------------
@@ -451,6 +483,8 @@ def filled(store: Store, page: Path, text: str, shown_tables: set[str]) -> str:
 
     def block(match: re.Match[str]) -> str:
         head, kind, what, end = match[1], match[2], match[3], match[5]
+        if kind == "not":
+            return f"{head}{not_in_rounds(store, text)}\n{end}"
         if kind == "runs":
             return f"{head}{runs(store, what)}\n{end}"
         name, *options = what.split(";")

@@ -135,6 +135,20 @@ class Plot(unittest.TestCase):
         with self.assertRaisesRegex(common.BenchError, "does not show"):
             self.outputs()
 
+    def test_tables_without_intervals_are_listed_by_section(self) -> None:
+        def saved(name: str, note: str = "", **cases: bool) -> None:
+            rows = [row(case, "gpumux", x=2.0) | ({"interval": {"x": [1, 3]}} if within else {}) for case, within in cases.items()]
+            (self.results / f"{name}.json").write_text(json.dumps(DATA | {"rows": rows, "note": note}))
+
+        saved("a-x", a=False)
+        saved("b-x", a=True, b=False)
+        saved("c-x", "Each value is the best of several runs.", a=True)
+        saved("d-x", a=True)
+        tables = {name: f"<!-- table {name}-x -->\n<!-- end -->\n" for name in "abcd"}
+        page = f"## One's?\n{tables['a']}{tables['b']}\n## Two\n{tables['c']}{tables['d']}\n<!-- not in rounds -->\n<!-- end -->\n"
+        listed = self.filled(page).partition("<!-- not in rounds -->\n")[2]
+        self.assertEqual(listed, "- [One's?](#ones): `a-x`, `b-x` (b)\n- [Two](#two): `c-x` (best of several)\n<!-- end -->\n")
+
     def test_results_without_a_table_are_found(self) -> None:
         (self.results / "kernels-h100.json").write_text(json.dumps(DATA | {"bench": "kernels"}))
         self.assertEqual(plot.outputs(self.results, [self.readme])[1], ["kernels-h100"])
