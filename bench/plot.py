@@ -246,7 +246,8 @@ def not_in_rounds(store: Store, text: str) -> str:
         rows, note = selected(store.files[name], options), store.files[name].get("note", "")
         cases = dict.fromkeys(row["case"] for row in rows)
         without = [case for case in cases if not all(row.get("interval") for row in rows if row["case"] == case)]
-        told = [", ".join(without)] if without and len(without) < len(cases) else []
+        few = ", ".join(without) if len(without) < 4 else f"{len(without)} of {len(cases)} cases"
+        told = [few] if 0 < len(without) < len(cases) else []
         told += ["best of several"] if BEST.search(note) else []
         told += ["two calls"] if SEVERAL.search(note) else []
         if without or told:
