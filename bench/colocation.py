@@ -5,7 +5,9 @@ Cases: `graph+train` (ResNet-50, one image, fp16, a request is one CUDA graph), 
 pauses for 20 to 40. Training is ResNet-152 in bf16; all modes' jobs are on the GPU at once, so `--batch` is what fits.
 Each request takes the GPU from training for its own time and two switches.
 
-The server's class is latency, the jobs' batch. `batch_rate` is the sum over the jobs; alone, that of one job with nothing else at work.
+The server's class is latency, the jobs' batch. `batch_rate` is the sum over the jobs; alone, that of one job with nothing else at work. In `streams` and `green` server
+and job are threads of one process. `gpreempt` is the arrangement of two contexts with fixed timeslices, without hints. In `launches` `held` is how often a
+launch of a job waited in a second, to show that the mechanism was in force.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from typing import Any
 import common
 import peers
 import rounds
-from common import Crew, Results
+from common import BenchError, Crew, Results
 
 CASES = {"graph+train": 1, "eager+train": 1, "decode+train": 1, "graph+2train": 2, "graph30+train": 1}
 MODES = [
-    "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "xsched",
-    "gpumux", "no-hints", "objective",
+    "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
+    "xsched", "xsched-1", "gpumux", "no-hints", "1us", "objective", "launches", "space",
 ]  # fmt: skip
 DEFAULT_MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective"]
 SERVER = (["serve", "--model", "resnet50"], "latency")
@@ -30,9 +32,20 @@ STEPS = {"op": "steps"}
 PAUSES_S = {"graph30": (0.020, 0.040)}
 
 
-def server(case: str) -> tuple[list[str], str]:
-    """Arguments and class of a case's server."""
-    return (["serve", "--model", "decode"], "latency") if case.startswith("decode") else SERVER
+def jobs_of(case: str) -> list[str]:
+    """The names of a case's training jobs."""
+    return ["training", "training-2"][: CASES[case]]
+
+
+def programs_of(case: str, stage: str, batch: int) -> peers.Programs:
+    """The programs of a case: both in one process where a mode is one of streams."""
+    server = ["serve", "--model", "decode"] if case.startswith("decode") else SERVER[0]
+    training = ["--model", "resnet152", "--batch", str(batch)]
+    if stage not in peers.TOGETHER:
+        return {"server": (server, "latency")} | {job: (["train", *training], "batch") for job in jobs_of(case)}
+    if CASES[case] > 1:
+        raise BenchError("one process has one training job")
+    return {"pair": (["pair", "--server", server[-1], *training, *peers.TOGETHER[stage]], "latency")}
 
 
 def requests(case: str, seconds: float, seed: int = 1) -> dict[str, Any]:
@@ -47,17 +60,19 @@ def rate(answer: dict[str, Any]) -> float:
     return answer["calls"] / answer["seconds"]
 
 
+def held(crew: Crew) -> int:
+    """Launches of all tenants that waited so far."""
+    assert isinstance(crew.mode, common.Gpumux)
+    return sum(domain["held_launches"] for tenant in crew.mode.tenants_now() for domain in tenant["domains"])
+
+
 def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> dict[str, Any]:
     """One mode in one round."""
-    jobs = [f"training-{at + 1}" for at in range(CASES[case])]
-    visit = {"server": requests(case, seconds, seed=number)}
-    if mode == "alone":
-        answers = crew.measure(seconds, visit) | crew.measure(seconds / 2, {jobs[0]: STEPS})
-        jobs = jobs[:1]
-    else:
-        answers = crew.measure(seconds, visit | dict.fromkeys(jobs, STEPS))
-    ms = answers["server"]["latencies_ms"]
-    return rounds.cell(ms, latency_rate=len(ms) / seconds, batch_rate=sum(rate(answers[job]) for job in jobs))
+    before = held(crew) if mode == "launches" else 0
+    answers = peers.beside(crew, mode, seconds, {"server": requests(case, seconds, seed=number)}, dict.fromkeys(jobs_of(case), STEPS))
+    ms = answers.pop("server")["latencies_ms"]
+    others = {"held": (held(crew) - before) / seconds} if mode == "launches" else {}
+    return rounds.cell(ms, latency_rate=len(ms) / seconds, batch_rate=sum(map(rate, answers.values())), **others)
 
 
 def main() -> int:
@@ -71,18 +86,13 @@ def main() -> int:
     rounds.arguments(parser, seconds=4.0)
     parser.add_argument("--batch", type=int, default=32, help="images in a training step [%(default)s]")
     parser.add_argument("--cases", type=common.listed(list(CASES)), default=list(CASES)[:3])
-    parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
+    parser.add_argument("--modes", type=common.listed(MODES, apart=peers.CHANGING), default=DEFAULT_MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
-    training = (["train", "--model", "resnet152", "--batch", str(options.batch)], "batch")
     results = Results("colocation", options.out, list(CASES), MODES)
-    # Alone is time slicing with no other program at work.
-    stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
-
-    def programs(case: str, _stage: str) -> peers.Programs:
-        return {"server": server(case)} | {f"training-{at + 1}": training for at in range(CASES[case])}
-
+    stages = peers.stages(MODES, options.modes)
+    programs = functools.partial(programs_of, batch=options.batch)
     cell = functools.partial(measure, seconds=seconds)
     return peers.compare(results, options.cases, stages, programs, cell, logs, options.budget, options.rounds)
 

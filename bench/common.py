@@ -691,11 +691,11 @@ def begin(options: argparse.Namespace) -> Path:
     return logs
 
 
-def listed(allowed: Sequence[str]) -> Any:
-    """For argparse: a comma-separated selection."""
+def listed(allowed: Sequence[str], apart: Sequence[str] = ()) -> Any:
+    """For argparse: a comma-separated selection, or `all` but for those that are set apart."""
 
     def parse(text: str) -> list[str]:
-        chosen = text.split(",")
+        chosen = [it for it in allowed if it not in apart] if text == "all" else text.split(",")
         if unknown := sorted(set(chosen) - set(allowed)):
             raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: use {', '.join(allowed)}")
         return chosen

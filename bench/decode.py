@@ -24,12 +24,9 @@ from common import BenchError, Crew, Results
 CASES = ["eager", "batching", "graph"]
 MODES = [
     "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
-    "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "objective", "space",
+    "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "1us", "objective", "launches", "space",
 ]  # fmt: skip
 DEFAULT_MODES = ["alone", "time-slicing", "mps", "gpumux", "gpumux-alone"]
-# One program after the other; whose programs they are.
-ALONE = {"alone": "time-slicing", "gpumux-alone": "gpumux"}
-TOGETHER = {"streams": [], "green": ["--green", "0.5"]}
 STEPS = {"op": "steps"}
 # An engine for batches is made by the first order.
 LEAD_S = {"batching": 4.0}
@@ -38,13 +35,7 @@ LEAD_S = {"batching": 4.0}
 def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> dict[str, Any]:
     """One mode in one round."""
     tokens = {"server": {"op": "tokens", "kind": case, "seed": number}}
-    lead = LEAD_S.get(case, 0.5)
-    if mode in ALONE:
-        answers = crew.measure(seconds, tokens, lead) | crew.measure(seconds / 2, {"training": STEPS})
-    elif mode in TOGETHER:
-        answers = crew.measure(seconds, {"pair": {"op": "pair", **tokens, "training": STEPS}}, lead)["pair"]
-    else:
-        answers = crew.measure(seconds, tokens | {"training": STEPS}, lead)
+    answers = peers.beside(crew, mode, seconds, tokens, {"training": STEPS}, LEAD_S.get(case, 0.5))
     server, training = answers["server"], answers["training"]
     return rounds.cell(server["latencies_ms"], token_rate=server["calls"] / seconds, batch_rate=training["calls"] / training["seconds"])
 
@@ -52,11 +43,11 @@ def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> di
 def programs_of(case: str, stage: str, kinds: Sequence[str], batch: int) -> peers.Programs:
     """The programs of a case: both in one process where a mode is one of streams."""
     training = ["--model", "resnet152", "--batch", str(batch)]
-    if stage not in TOGETHER:
+    if stage not in peers.TOGETHER:
         return {"server": (["generate", "--kinds", ",".join(kinds)], "latency"), "training": (["train", *training], "batch")}
     if case != "eager":
         raise BenchError(f"{case} makes its streams itself: none of them has a priority")
-    return {"pair": (["pair", *training, *TOGETHER[stage]], "latency")}
+    return {"pair": (["pair", *training, *peers.TOGETHER[stage]], "latency")}
 
 
 def main() -> int:
@@ -70,12 +61,12 @@ def main() -> int:
     rounds.arguments(parser, seconds=8.0)
     parser.add_argument("--batch", type=int, default=32, help="images in a training step [%(default)s]")
     parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
-    parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
+    parser.add_argument("--modes", type=common.listed(MODES, apart=peers.CHANGING), default=DEFAULT_MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds, most, least = rounds.quick(options)
     results = Results("decode", options.out, CASES, MODES)
-    stages = {name: ALONE.get(name, name) for name in MODES if name in options.modes}
+    stages = peers.stages(MODES, options.modes)
     cell = functools.partial(measure, seconds=seconds)
     programs = functools.partial(programs_of, kinds=options.cases, batch=options.batch)
     return peers.compare(results, options.cases, stages, programs, cell, logs, options.budget, most, least)

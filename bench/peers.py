@@ -12,7 +12,7 @@
 | `gpreempt` | the same timeslices for two contexts by priority |
 | `xsched`, `xsched-1` | XSched in XSCHED (a folder with its `lib` and `bin`), by the priorities of its own policy: at its highest level that works, and at level 1 |
 | `gpumux` | a daemon with its defaults |
-| `no-hints`, `objective` | the same with hints off, and with `--latency-objective 100` (ms) for latency programs, so that batch programs have longer timeslices |
+| `no-hints`, `1us`, `objective` | the same programs with hints off, with the shortest timeslice for batch programs beside every kind of program, and with long ones (by `--latency-objective`) |
 | `launches` | the same with `--mechanism launches`: programs are scheduled at launch, as where the driver refuses the controls |
 | `space` | the same, with the batch programs in one group |
 """
@@ -39,6 +39,25 @@ from common import BenchError, Crew, Gpumux, Mode, Mps, Results
 
 # Programs by name: their arguments, and their class.
 Programs = dict[str, tuple[Sequence[str], str]]
+# One program after the other, and whose programs they are.
+ALONE = {"alone": "time-slicing", "gpumux-alone": "gpumux"}
+# Both programs in one process, with these arguments.
+TOGETHER = {"streams": [], "green": ["--green", "0.5"]}
+# Modes that change a setting of the GPU: only by name.
+CHANGING = ("slices-short", "slices-long")
+# Modes that differ in the hints and the objective of latency programs: set before each cell, so that they share their processes.
+SETTINGS = {"gpumux": ("auto", "none"), "no-hints": ("off", "none"), "1us": ("auto", "0.01ms"), "objective": ("auto", "100ms")}
+
+
+def stages(modes: Sequence[str], chosen: Sequence[str]) -> dict[str, str]:
+    """The stage of each chosen mode: modes of one stage have the same processes."""
+    return {name: "gpumux" if name in SETTINGS else ALONE.get(name, name) for name in modes if name in chosen}
+
+
+def tried(stage: str) -> str:
+    """What the table above says of a mode."""
+    rows = (line.split("|") for line in (__doc__ or "").splitlines() if line.startswith("| `"))
+    return next((row[2].strip() for row in rows if f"`{stage}`" in row[1]), "")
 
 
 class Fixed(Gpumux):
@@ -222,17 +241,6 @@ class Space(Gpumux):
         super().__exit__(*_)
 
 
-class GpumuxWith(Gpumux):
-    """A gpumux daemon whose latency programs have further flags."""
-
-    def __init__(self, name: str, logs: Path, *flags: str) -> None:
-        super().__init__(name, logs)
-        self.flags = flags
-
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        return super().command(command, name, klass, [*(self.flags if klass == "latency" else ()), *promise])
-
-
 class Launches(Gpumux):
     """gpumux without the driver's controls."""
 
@@ -254,10 +262,6 @@ def mode(stage: str, logs: Path) -> Mode:
         case "gpreempt":
             # Two contexts: the policy of fixed timeslices is then what GPreempt sets.
             return Gpumux(stage, logs, policy="fixed")
-        case "no-hints":
-            return GpumuxWith(stage, logs, "--hints", "off")
-        case "objective":
-            return GpumuxWith(stage, logs, "--latency-objective", "100")
         case "launches":
             return Launches(stage, logs)
         case "space":
@@ -286,9 +290,31 @@ def crews(
         try:
             found[stage] = stack.enter_context(Crew(stack.enter_context(mode(stage, logs)), program))
         except BenchError as error:
-            notes.append(f"{stage} could not run: {' '.join(str(error).split())[:300]}.")
+            notes.append(f"{stage} could not run: {' '.join(str(error).split())[:300]}. Tried: {tried(stage)}.")
             common.say(f"error: {notes[-1]}")
     return found, notes
+
+
+def settle(crew: Crew, hints: str, objective: str) -> None:
+    """Sets these of a crew's latency programs."""
+    assert isinstance(crew.mode, Gpumux)
+    for name, (_, klass) in crew.started.items():
+        if klass != "latency" or name not in crew.workers:
+            continue
+        command = [crew.mode.binary, "set", crew.mode.tenants[name], "--hints", hints, "--latency-objective", objective]
+        done = subprocess.run(command, env=os.environ | crew.mode.environment(), capture_output=True, text=True, timeout=20)
+        if done.returncode:
+            raise BenchError(f"{name} does not get hints {hints} and objective {objective}: {done.stderr.strip()}")
+
+
+def beside(crew: Crew, mode: str, seconds: float, latency: dict[str, Any], batch: dict[str, Any], lead: float = 0.5) -> dict[str, Any]:
+    """What a latency program and batch programs answer: at once, or, where the mode is one of programs alone, it and then the first of the others."""
+    if mode in ALONE:
+        first = dict([next(iter(batch.items()))])
+        return crew.measure(seconds, latency, lead) | crew.measure(seconds / 2, first, lead)
+    if mode in TOGETHER:
+        return crew.measure(seconds, {"pair": {"op": "pair", **latency, **batch}}, lead)["pair"]
+    return crew.measure(seconds, latency | batch, lead)
 
 
 def warm(crews: Mapping[str, Crew], wanted: Callable[[str], Programs]) -> dict[str, BenchError]:
@@ -350,6 +376,8 @@ def compare(
             crew = found[stages[mode]]
             crew.have(programs(case, stages[mode]))
             crew.place(number)
+            if mode in SETTINGS:
+                settle(crew, *SETTINGS[mode])
             return crew
 
         plan = rounds.Plan(

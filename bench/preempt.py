@@ -10,7 +10,7 @@ Cases are the workloads, and of the paper's further figures `A@prep0` … `A@pre
 
 Modes are those of peers.py; each task is a process of its own, but in `streams` and `green` (all tasks in one process) and in `gpreempt`: latency-critical
 tasks are streams of one context with a timeslice of 1 s, all batch tasks are streams of another with 1 µs. Hints are given when a task begins to prepare a
-request, in `gpumux`, `space`, `objective` and `gpreempt`; `unhinted` and `gpreempt-unhinted` are without. `no-hints` is without them and without those
+request, in `gpumux`, `1us`, `objective`, `launches`, `space` and `gpreempt`; `unhinted` and `gpreempt-unhinted` are without. `no-hints` is without them and without those
 that gpumux gives itself.
 
 GPreempt's artifact has both contexts in one process. PyTorch keeps one context a process and device, so in `gpreempt` each has a process of its own:
@@ -134,8 +134,10 @@ SHARINGS = {
     "gpreempt-unhinted": Sharing("gpreempt", "class"),
     "gpumux": Sharing("gpumux", hinting=True),
     "unhinted": Sharing("gpumux"),
-    "no-hints": Sharing("no-hints"),
-    "objective": Sharing("objective", hinting=True),
+    "no-hints": Sharing("gpumux"),
+    "1us": Sharing("gpumux", hinting=True),
+    "objective": Sharing("gpumux", hinting=True),
+    "launches": Sharing("launches", hinting=True),
     "space": Sharing("space", hinting=True),
 }
 MODES = list(SHARINGS)
@@ -221,7 +223,7 @@ def main() -> int:
     rounds.arguments(parser, seconds=4.0)
     parser.add_argument("--driver", action="store_true", help="programs of the driver's API instead of PyTorch: also on the emulated device")
     parser.add_argument("--cases", type=common.listed(CASES), default=WORKLOADS)
-    parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
+    parser.add_argument("--modes", type=common.listed(MODES, apart=peers.CHANGING), default=DEFAULT_MODES)
     options = parser.parse_args()
     if options.driver and (missing := {"streams", "green"} & set(options.modes)):
         parser.error(f"--driver has no {', '.join(sorted(missing))}: programs of PyTorch make these streams themselves")
@@ -250,6 +252,8 @@ def main() -> int:
         def have(case: str, name: str) -> Crew:
             stage = sharings[name].stage
             crews[stage].have(programs(case, stage))
+            if stage == "gpumux":
+                peers.settle(crews[stage], *peers.SETTINGS.get(name, peers.SETTINGS["gpumux"]))
             return crews[stage]
 
         def prepare(case: str) -> None:

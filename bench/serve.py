@@ -176,7 +176,7 @@ def main() -> int:
     engine = ([str(config), "--memory", str(options.memory), "--context", str(CONTEXT), "--engine", options.engine], "latency")
     results = Results(f"serve-{options.trace.stem}", options.out, CASES, MODES)
     with ExitStack() as stack:
-        stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
+        stages = peers.stages(MODES, options.modes)
         engines, notes = peers.crews(stack, stages.values(), logs, ENGINE)
         # What is beside an engine is a program of PyTorch's in the same mode.
         besides = {stage: stack.enter_context(Crew(crew.mode)) for stage, crew in engines.items()}
@@ -186,6 +186,8 @@ def main() -> int:
             beside = case.partition("+")[2]
             engines[stages[mode]].have({"engine": engine} | ({"second": engine} if beside == "engine" else {}))
             besides[stages[mode]].have({beside: (BESIDE[beside][0], "batch")} if beside in BESIDE else {})
+            if mode in peers.SETTINGS:
+                peers.settle(engines[stages[mode]], *peers.SETTINGS[mode])
             return beside
 
         def measure(case: str, mode: str, number: int) -> dict[str, Any]:

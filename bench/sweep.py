@@ -10,15 +10,13 @@ Values: `latency_*` of the program's requests, also relative to alone; `batch_ra
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import sys
 from typing import Any
 
 import common
 import peers
 import rounds
-from common import BenchError, Crew, Gpumux, Results
+from common import Crew, Gpumux, Results
 
 CASES = ["graph", "eager", "short", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing"]
 TIMESLICES_US = {"1us": 1, "50us": 50, "100us": 100, "200us": 200, "500us": 500, "1ms": 1000, "2ms": 2000}
@@ -29,24 +27,13 @@ STEPS = {"op": "steps"}
 LEAD_S = 0.25
 
 
-def set_timeslice(mode: Gpumux, objective: str) -> None:
-    """Sets the program's objective, and with it its neighbour's timeslice."""
-    command = [mode.binary, "set", mode.tenants["program"], "--latency-objective", objective]
-    done = subprocess.run(command, env=os.environ | mode.environment(), capture_output=True, text=True, timeout=20)
-    if done.returncode:
-        raise BenchError(f"the latency objective does not become {objective}: {done.stderr.strip()}")
-
-
 def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> dict[str, Any]:
     """One mode in one round."""
     if isinstance(crew.mode, Gpumux):
         us = TIMESLICES_US.get(mode)
-        set_timeslice(crew.mode, "none" if us is None else f"{us * OBJECTIVE / 1e3:g}ms")
+        peers.settle(crew, "auto", "none" if us is None else f"{us * OBJECTIVE / 1e3:g}ms")
     program = {"program": {"op": "shape", "shape": case, "seed": number}}
-    if mode == "alone":
-        answers = crew.measure(seconds, program, LEAD_S) | crew.measure(seconds / 2, {"training": STEPS}, LEAD_S)
-    else:
-        answers = crew.measure(seconds, program | {"training": STEPS}, LEAD_S)
+    answers = peers.beside(crew, mode, seconds, program, {"training": STEPS}, LEAD_S)
     found = answers["program"]
     training = answers["training"]["calls"] / answers["training"]["seconds"]
     cell = rounds.cell(found["latencies_ms"], latency_rate=len(found["latencies_ms"]) / seconds, batch_rate=training)

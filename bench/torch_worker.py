@@ -301,23 +301,24 @@ class Kernels(Stepping):
 
 
 class Pair:
-    """Tokens and training in one process: a thread and a stream for each, in one context."""
+    """Tokens, or a server's requests, and training in one process: a thread and a stream for each, in one context."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         streams = Streams(options.green)
         self.streams = {"server": streams.make("high"), "training": streams.make("low")}
         with torch.cuda.stream(self.streams["server"]):
-            self.server = generate.Generate(options)
+            server = argparse.Namespace(model=options.server, images=1, pageable=False)
+            self.server: Any = Server(server, self.streams["server"]) if options.server else generate.Generate(options)
         with torch.enable_grad(), torch.cuda.stream(self.streams["training"]):
             self.training = Training(options)
 
     def pair(self, order: dict[str, Any]) -> dict[str, Any]:
-        """`tokens` and `steps` at once, or one of them."""
+        """The orders of both at once, or of one of them."""
 
         def do(name: str) -> dict[str, Any]:
             mine = order[name] | {"start": order["start"], "stop": order["stop"]}
             with torch.set_grad_enabled(name == "training"), torch.cuda.stream(self.streams[name]):
-                return self.server.tokens(mine) if name == "server" else self.training.steps(mine)
+                return getattr(getattr(self, name), mine["op"])(mine)
 
         return at_once({name: functools.partial(do, name) for name in self.streams if name in order})
 
@@ -348,6 +349,7 @@ def main() -> None:
     for one in (tokens, pair):
         one.add_argument("--kinds", default="eager", help="ways of making tokens that orders may name, separated by commas")
     pair.add_argument("--green", type=float, help="as of many")
+    pair.add_argument("--server", choices=models.MODELS, help="in place of tokens")
     for one in (train, pair):
         one.add_argument("--model", default="resnet152")
         one.add_argument("--batch", type=int, default=128)

@@ -28,7 +28,7 @@ class FakeCrew:
 class Decode(unittest.TestCase):
     def test_every_mode_has_a_stage_and_the_same_orders(self) -> None:
         for name in decode.MODES:
-            self.assertIsInstance(peers.mode(decode.ALONE.get(name, name), Path(".")), common.Mode, name)
+            self.assertIsInstance(peers.mode(peers.stages([name], [name])[name], Path(".")), common.Mode, name)
             crew: Any = FakeCrew()
             made = decode.measure(crew, "eager", name, 3, 2.0)
             orders = crew.orders[0].get("pair", crew.orders[0])

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import sys
 import tempfile
 import unittest
 from contextlib import AbstractContextManager
@@ -7,8 +11,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import colocation
 import common
+import decode
 import peers
+import preempt
 import rounds
 
 
@@ -78,6 +85,73 @@ class Compare(unittest.TestCase):
         self.assertEqual(self.plan.modes, ["alone", "time-slicing"])
         self.assertEqual([note.split()[0] for note in self.notes], ["xsched", "mps"])
         self.assertEqual(self.plan.least, {"one": 1})
+
+
+def answer(order: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What a program would answer that serves all at once."""
+    parts = order.get("tasks") or {name: it for name, it in order.items() if isinstance(it, dict)}
+    if order["op"] in ("many", "pair"):
+        answers = {name: answer(it, seconds) for name, it in parts.items()}
+        return {"tasks": answers} if order["op"] == "many" else answers
+    begins = [0.2, 0.3]
+    return {"latencies_ms": [1.0] * len(begins), "begins_s": begins, "calls": 8, "seconds": seconds}
+
+
+class StandIn(FakeCrew):
+    """A crew whose programs answer what they are asked."""
+
+    def measure(self, seconds: float, orders: dict[str, dict[str, Any]], lead: float = 0.5) -> dict[str, Any]:
+        assert set(orders) <= set(self.ran[-1]), (set(orders), set(self.ran[-1]))
+        return {name: answer(order, seconds) for name, order in orders.items()}
+
+
+class AllModes(unittest.TestCase):
+    """The three workloads in every mode, with programs that are stand-ins."""
+
+    def setUp(self) -> None:
+        self.out, self.settled = Path(self.enterContext(tempfile.TemporaryDirectory())), list[tuple[str, ...]]()
+        for of, name, stand_in in (
+            (peers, "Crew", StandIn),
+            (peers, "mode", FakeMode),
+            (peers, "settle", lambda crew, *settings: self.settled.append((crew.mode, *settings))),
+            (colocation, "held", lambda crew: 0),
+            (rounds, "noise", lambda: 1.0),
+            (common, "begin", lambda options: self.out),
+        ):
+            self.enterContext(mock.patch.object(of, name, stand_in))
+        self.enterContext(contextlib.redirect_stderr(io.StringIO()))
+
+    def run_all(self, bench: Any, *arguments: str) -> dict[str, Any]:
+        command = ["x", *arguments, "--modes", "all", "--rounds", "5", "--budget", "60", "--out", str(self.out)]
+        with mock.patch.object(sys, "argv", command):
+            self.assertEqual(bench.main(), 1, "a peer could not run")
+        [path] = self.out.glob("*.json")
+        data = json.loads(path.read_text())
+        self.assertEqual({row["mode"] for row in data["rows"]}, set(bench.MODES) - {"xsched", *peers.CHANGING})
+        self.assertEqual({row["rounds"] for row in data["rows"]}, {5})
+        self.assertIn("xsched could not run: XSCHED names no folder. Tried: XSched in XSCHED", data["note"])
+        self.assertLessEqual({("gpumux", "off", "none"), ("gpumux", "auto", "0.01ms"), ("gpumux", "auto", "none")}, set(self.settled))
+        return data
+
+    def test_graph_inference_beside_training_in_every_mode(self) -> None:
+        self.run_all(colocation, "--cases", "graph+train")
+
+    def test_eager_decoding_beside_training_in_every_mode(self) -> None:
+        self.run_all(decode, "--cases", "eager")
+
+    def test_five_batch_networks_beside_one_of_latency_in_every_mode(self) -> None:
+        load = {"type": "periodic", "frequency": 100}
+        tasks = [{"id": f"vgg_{at}", "load": load, "client": {"model_name": "vgg", "priority": at}} for at in range(6)]
+        (self.out / "workloads").mkdir()
+        (self.out / "workloads" / "C.json").write_text(json.dumps({"time": 60, "tasks": tasks}))
+        data = self.run_all(preempt, "--cases", "C", "--workloads", str(self.out / "workloads"))
+        self.assertGreater(data["rows"][0]["values"]["latency_rate"], 0)
+
+    def test_table_of_modes_has_all_of_them(self) -> None:
+        stages = {it.stage for it in preempt.SHARINGS.values()}
+        for bench in (colocation, decode):
+            stages |= {*peers.stages(bench.MODES, bench.MODES).values()}
+        self.assertEqual([it for it in stages if not peers.tried(it)], [])
 
 
 if __name__ == "__main__":
