@@ -61,6 +61,11 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
+def quantiles(kind: str, values: Sequence[float], unit: str = "ms") -> dict[str, float]:
+    """Median and 99% quantile of times of a kind; nothing, where there are none."""
+    return {f"{kind}_{name}_{unit}": quantile(values, q) for name, q in (("p50", 0.5), ("p99", 0.99))} if values else {}
+
+
 def latency_values(ms: Sequence[float], tail: bool = False) -> dict[str, float]:
     """Summary of latencies in milliseconds; with `tail` also the 99.9% quantile."""
     values = {

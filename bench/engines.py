@@ -189,17 +189,12 @@ def burst(worker: Worker, options: argparse.Namespace, rate: float = 0.0, seed: 
     start = time.monotonic() + 0.2
     worker.send(start=start, stop=start + length_s, requests=requests, ends=True)
     answer = worker.reply(length_s + PATIENCE_S)
-    ends = zip(requests, answer["first_s"], answer["last_s"], answer["tokens"], strict=True)
-    done = [(one, first, last, made) for one, first, last, made in ends if made > 1]
+    done = [it for it in serve.served(requests, answer) if it.tpot_ms is not None]
     if not done:
         raise BenchError(f"no request had a token within {length_s} s")
-    ttft = [(first - one[0]) * 1e3 for one, first, _last, _made in done]
-    tpot = [(last - first) / (made - 1) * 1e3 for _one, first, last, made in done]
-    span = max(last for _one, _first, last, _made in done)
-    found = {"tokens_per_s": sum(answer["tokens"]) / span, "finished": float(sum(made >= one[2] for one, _f, _l, made in done)), "requests": float(len(requests))}
-    for name, values in (("ttft", ttft), ("tpot", tpot)):
-        found |= {f"{name}_p50_ms": common.quantile(values, 0.5), f"{name}_p99_ms": common.quantile(values, 0.99)}
-    return found
+    span, finished = max(it.last_s for it in done), sum(it.tokens >= it.asked[2] for it in done)
+    found = {"tokens_per_s": sum(answer["tokens"]) / span, "finished": float(finished), "requests": float(len(requests))}
+    return found | common.quantiles("ttft", [it.ttft_ms for it in done]) | common.quantiles("tpot", [it.tpot_ms for it in done])
 
 
 def means(found: Sequence[dict[str, float]], stock: Sequence[dict[str, float]]) -> dict[str, Callable[[Sequence[int]], float]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import json
 import random
 import sys
 import time
@@ -63,32 +62,22 @@ def load(model: int, lengths: Sequence[serve.Request], rate: float, seconds: flo
     return found
 
 
-class Answer(NamedTuple):
-    """What became of a request: seconds from the start of its round until its first and last token, if any, and tokens made."""
-
-    first: float | None
-    last: float
-    made: int
-
-
-Round = Sequence[tuple[Request, Answer]]
+Round = Sequence[serve.Served]
 
 
 def values(played: Sequence[Round], seconds: float) -> dict[str, float]:
     """Of all models together. A request without a token counts with the time that it waited until the end of its round, which has so many seconds."""
     ttft, first, tpot, good = list[float](), list[float](), list[float](), 0
     for requests in played:
-        for one, (begin, end, made) in requests:
-            ttft.append(((seconds if begin is None else begin) - one.at) * 1e3)
-            first += ttft[-1:] if one.paused else []
-            tpot += [(end - begin) / (made - 1) * 1e3] if made > 1 else []
-            good += made >= one.output and ttft[-1] <= TTFT_MS and (made == 1 or tpot[-1] <= TPOT_MS)
+        for it in requests:
+            ttft.append(it.waited_ms(seconds))
+            first += ttft[-1:] if it.asked.paused else []
+            tpot += [it.tpot_ms] if it.tpot_ms is not None else []
+            good += it.good(TTFT_MS, TPOT_MS)
     if not tpot:
         raise BenchError("no request had two tokens")
     found = {"attainment": good / len(ttft), "goodput_per_s": good / (seconds * len(played)), "requests": float(len(ttft))}
-    for name, times in (("ttft", ttft), ("first", first), ("tpot", tpot)):
-        found |= {f"{name}_p50_ms": common.quantile(times, 0.5), f"{name}_p99_ms": common.quantile(times, 0.99)} if times else {}
-    return found
+    return found | common.quantiles("ttft", ttft) | common.quantiles("first", first) | common.quantiles("tpot", tpot)
 
 
 def fits(usable: int, awake: int, asleep: int, models: int) -> int:
@@ -101,19 +90,18 @@ def started(name: str, models: int, logs: Path, options: argparse.Namespace) -> 
     """So many engines in a mode, ready; and what is to be said of them."""
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(Gpumux(name, logs) if name == "gpumux" else Mode(name, logs))
-        given = {"attention_backend": options.attention, "enforce_eager": True, "kv_cache_memory_bytes": options.cache}
-        flags: list[str] = []
+        given, flags = {"kv_cache_memory_bytes": options.cache}, list[str]()
         room = None
         if name == "sleep":
             room = stack.enter_context(rooms.Room(logs / f"room-{models}"))
             given["enable_sleep_mode"] = True
             flags = ["--room", str(room.path)]
-        arguments = [str(options.model), "--memory", str(options.memory), "--context", "8192", "--engine", json.dumps(given), *flags]
         nvml, begin, workers = Nvml(), time.monotonic(), list[Worker]()
         before, asleep, size, most = nvml.memory().used, 0, 0, models
 
         def start(count: int) -> list[Worker]:
-            new = [Worker(f"model-{number}", arguments, mode, "latency", serve.ENGINE) for number in range(len(workers), min(models, len(workers) + count))]
+            numbers = range(len(workers), min(models, len(workers) + count))
+            new = [engines.engine(mode, f"model-{number}", options, *flags, context=8192, **given) for number in numbers]
             for worker in new:
                 stack.callback(worker.close)
             # One that has ended is noticed although others are waited for.
@@ -148,8 +136,7 @@ def once(workers: Sequence[Worker], number: int, lengths: Sequence[serve.Request
     """One round."""
     came = [load(model, lengths, rate, seconds, number) for model in range(len(workers))]
     answers = engines.replay(workers, [[it[:3] for it in requests] for requests in came], stop_s)
-    columns = [[it["first_s"], it["last_s"], it["tokens"]] for it in answers]
-    return [(one, Answer(*it)) for requests, given in zip(came, columns, strict=True) for one, *it in zip(requests, *given, strict=True)]
+    return [it for requests, answer in zip(came, answers, strict=True) for it in serve.served(requests, answer)]
 
 
 def measure(name: str, models: int, lengths: Sequence[serve.Request], logs: Path, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, list[float]]]:
@@ -190,6 +177,7 @@ def main() -> int:
     parser.add_argument("--memory", type=float, default=0.2, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds for all [%(default)s]")
+    parser.set_defaults(graphs=False, stand_in=False)
     options = parser.parse_args()
     logs = common.begin(options)
     options.seconds /= 4 if options.quick else 1

@@ -87,22 +87,41 @@ def part(requests: Sequence[Request], speed: float, begin: float, seconds: float
 LEAD_S = 0.5
 
 
+class Served(NamedTuple):
+    """What became of a request: ms until its first token, and for each further one, if there are such; how many it had, and when the last one."""
+
+    asked: Sequence[Any]
+    ttft_ms: float | None
+    tpot_ms: float | None
+    tokens: int
+    last_s: float
+
+    def waited_ms(self, stop_s: float) -> float:
+        """Until its first token, or until the end."""
+        return (stop_s - self.asked[0]) * 1e3 if self.ttft_ms is None else self.ttft_ms
+
+    def good(self, ttft_ms: float, tpot_ms: float) -> bool:
+        """Whether it had all its tokens, within these times."""
+        return self.ttft_ms is not None and self.tokens >= self.asked[2] and self.ttft_ms <= ttft_ms and (self.tpot_ms or 0.0) <= tpot_ms
+
+
+def served(came: Sequence[Sequence[Any]], answer: dict[str, Any]) -> list[Served]:
+    """Of requests (when, tokens given, tokens to make) what an engine answers of them."""
+    found = []
+    for one, first, last, made in zip(came, answer["first_s"], answer["last_s"], answer["tokens"], strict=True):
+        ttft = None if first is None else (first - one[0]) * 1e3
+        found.append(Served(one, ttft, (last - first) / (made - 1) * 1e3 if made > 1 else None, made, last or 0.0))
+    return found
+
+
 def cell(came: Sequence[Request], answer: dict[str, Any], seconds: float, **others: float) -> dict[str, Any]:
     """What one round gave: `first_s` and `last_s` of each request, or none, relative to its start, and how many `tokens` it had made."""
-    ttft, tpot, good, done, tokens = [], [], 0, 0, 0
-    for one, first, last, made in zip(came, answer["first_s"], answer["last_s"], answer["tokens"], strict=True):
-        tokens += made
-        if first is None:
-            continue
-        ttft.append((first - one.at) * 1e3)
-        if made > 1:
-            tpot.append((last - first) / (made - 1) * 1e3)
-        if made >= one.output:
-            done += 1
-            good += ttft[-1] <= TTFT_MS and (made == 1 or tpot[-1] <= TPOT_MS)
+    found = served(came, answer)
+    good = sum(it.good(TTFT_MS, TPOT_MS) for it in found)
+    done, tokens = sum(it.tokens >= it.asked[2] for it in found), sum(it.tokens for it in found)
     rates = {"tokens_per_s": tokens / seconds, "requests_per_s": done / seconds, "goodput_per_s": good / seconds}
-    made = rounds.cell(ttft, **rates, attainment=good / max(1, len(came)), **others)
-    return made | {"more_ms": {"tpot": rounds.cell(tpot)["latencies_ms"]}}
+    ttft, tpot = ([it for it in column if it is not None] for column in ([it.ttft_ms for it in found], [it.tpot_ms for it in found]))
+    return rounds.cell(ttft, **rates, attainment=good / max(1, len(came)), **others) | {"more_ms": {"tpot": rounds.cell(tpot)["latencies_ms"]}}
 
 
 class Used(NamedTuple):

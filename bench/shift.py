@@ -32,6 +32,7 @@ import common
 import engines
 import kv
 import rounds
+import serve
 from common import BenchError, Gpumux, Mode, Results
 from memory import cell, started, wait_for
 from residency import Nvml
@@ -69,13 +70,12 @@ def values(came: Sequence[Sequence[Request]], answers: Sequence[dict[str, Any]],
     """Of all engines together: `ttft`, `high` and `tpot` in ms; `finished` ones, 1 or 0; and when the last token came."""
     found: dict[str, list[float]] = {"ttft": [], "high": [], "tpot": [], "finished": [], "end": [0.0]}
     for requests, answer in zip(came, answers, strict=True):
-        for one, first, last, made in zip(requests, answer["first_s"], answer["last_s"], answer["tokens"], strict=True):
-            ttft = ((stop_s if first is None else first) - one.at) * 1e3
-            found["ttft"].append(ttft)
-            found["high"] += [ttft] if one.high else []
-            found["tpot"] += [(last - first) / (made - 1) * 1e3] if made > 1 else []
-            found["finished"].append(float(made >= one.output))
-            found["end"][0] = max(found["end"][0], last or 0.0)
+        for it in serve.served(requests, answer):
+            found["ttft"].append(it.waited_ms(stop_s))
+            found["high"] += found["ttft"][-1:] if it.asked.high else []
+            found["tpot"] += [it.tpot_ms] if it.tpot_ms is not None else []
+            found["finished"].append(float(it.tokens >= it.asked.output))
+            found["end"][0] = max(found["end"][0], it.last_s)
     return found
 
 
@@ -87,9 +87,7 @@ def row(found: Sequence[dict[str, list[float]]]) -> tuple[dict[str, float], dict
     def of(times: Sequence[int]) -> dict[str, float]:
         pooled = {name: [it for one, n in zip(found, times, strict=True) for it in one[name] * n] for name in found[0]}
         made = {"ttft_mean_ms": statistics.fmean(pooled["ttft"]), "high_ttft_mean_ms": statistics.fmean(pooled["high"])}
-        for name in ("ttft", "tpot"):
-            if pooled[name]:
-                made |= {f"{name}_p50_ms": common.quantile(pooled[name], 0.5), f"{name}_p99_ms": common.quantile(pooled[name], 0.99)}
+        made |= common.quantiles("ttft", pooled["ttft"]) | common.quantiles("tpot", pooled["tpot"])
         return made | {"requests_per_s": sum(pooled["finished"]) / max(sum(pooled["end"]), 1e-9), "finished": statistics.fmean(pooled["finished"])}
 
     values = of([1] * len(found))

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import common
+import engines
 import many
 import rooms
 import serve
@@ -37,22 +38,26 @@ class Loads(unittest.TestCase):
         self.assertEqual([it.paused for it in requests], [True, *(it >= many.PAUSE_S for it in gaps)])
 
 
+def served(came: list[many.Request], *answers: tuple[float | None, float | None, int]) -> list[serve.Served]:
+    """Requests with their first and last token, and how many they had."""
+    first, last, tokens = zip(*answers)
+    return serve.served(came, {"first_s": first, "last_s": last, "tokens": tokens})
+
+
 class Values(unittest.TestCase):
     def test_slow_and_unfinished_requests_do_not_count_as_good(self) -> None:
         came = [many.Request(1.0, 8, 2, True), many.Request(2.0, 8, 2, False), many.Request(3.0, 8, 2, True), many.Request(4.0, 8, 3, True)]
-        answers = [many.Answer(1.5, 1.55, 2), many.Answer(13.0, 13.05, 2), many.Answer(3.1, 3.9, 2), many.Answer(None, 0.0, 0)]
-        found = many.values([list(zip(came, answers))], 20.0)
+        found = many.values([served(came, (1.5, 1.55, 2), (13.0, 13.05, 2), (3.1, 3.9, 2), (None, None, 0))], 20.0)
         self.assertEqual((found["attainment"], found["requests"]), (0.25, 4.0))
         self.assertEqual(found["ttft_p99_ms"], 16_000.0, "it has waited until the end")
         self.assertAlmostEqual(found["first_p50_ms"], 500.0)
 
     def test_run_without_tokens_fails(self) -> None:
         with self.assertRaises(BenchError):
-            many.values([[(many.Request(1.0, 8, 2, True), many.Answer(None, 0.0, 0))]], 20.0)
+            many.values([served([many.Request(1.0, 8, 2, True)], (None, None, 0))], 20.0)
 
     def test_rounds_count_together(self) -> None:
-        one = [(many.Request(1.0, 8, 2, True), many.Answer(1.5, 1.55, 2))]
-        two = [(many.Request(1.0, 8, 2, True), many.Answer(1.1, 1.15, 2))]
+        one, two = (served([many.Request(1.0, 8, 2, True)], (first, first + 0.05, 2)) for first in (1.5, 1.1))
         found = many.values([one, two, two], 20.0)
         self.assertEqual((found["requests"], round(found["goodput_per_s"], 6), round(found["first_p50_ms"])), (3.0, 0.05, 100))
 
@@ -97,8 +102,8 @@ class Runs(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             trace = Path(folder) / "trace.csv"
             trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,480,10\n")
-            for name, value in (("Worker", Fake), ("Gpumux", common.Mode), ("Nvml", lambda: nvml)):
-                stack.enter_context(mock.patch.object(many, name, value))
+            for of, name, value in ((engines, "Worker", Fake), (many, "Gpumux", common.Mode), (many, "Nvml", lambda: nvml)):
+                stack.enter_context(mock.patch.object(of, name, value))
             stack.enter_context(mock.patch.object(common, "say"))
             stack.enter_context(mock.patch("signal.signal"))
             arguments = ["--trace", str(trace), "--cells", "1/stock,8/sleep,8/gpumux", "--out", folder, "--logs", f"{folder}/logs"]
