@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,9 @@ def quantiles(kind: str, values: Sequence[float], unit: str = "ms") -> dict[str,
     return {f"{kind}_{name}_{unit}": quantile(values, q) for name, q in (("p50", 0.5), ("p99", 0.99))} if values else {}
 
 
-def latency_values(ms: Sequence[float], tail: bool = False) -> dict[str, float]:
-    """Summary of latencies in milliseconds; with `tail` also the 99.9% quantile."""
-    values = {
-        "latency_p50_ms": quantile(ms, 0.5),
-        "latency_p99_ms": quantile(ms, 0.99),
-        "latency_mean_ms": statistics.fmean(ms),
-    }
-    if tail:
-        values["latency_p999_ms"] = quantile(ms, 0.999)
-    return values
+def latency_values(ms: Sequence[float]) -> dict[str, float]:
+    """Summary of latencies in milliseconds."""
+    return {"latency_p50_ms": quantile(ms, 0.5), "latency_p99_ms": quantile(ms, 0.99), "latency_mean_ms": statistics.fmean(ms)}
 
 
 def pauses(low_s: float, high_s: float, seconds: float, seed: int) -> list[float]:
@@ -317,6 +310,12 @@ class Mode:
         """The command that runs a program in this mode; `promise` are further flags of `gpumux run`."""
         return list(command)
 
+    def start(self, command: Sequence[str], log: Path, environment: Mapping[str, str] = {}, **given: Any) -> subprocess.Popen[Any]:
+        """Starts a command with this mode's environment, in a session of its own; what it says goes to the log, but for pipes that are given."""
+        with open(log, "a") as out:
+            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, **given}
+            return subprocess.Popen(command, env=os.environ | self.environment() | environment, start_new_session=True, text=True, **pipes)
+
     def check(self, names: Sequence[str]) -> None:
         """Raises BenchError unless these programs really run in this mode."""
 
@@ -408,15 +407,7 @@ class Gpumux(Mode):
         for flag, value in (("--policy", self.policy), ("--mechanism", self.mechanism)):
             command += [flag, value] if value else []
         log = self.logs / f"daemon-{self.name}.log"
-        with open(log, "a") as out:
-            self.daemon = subprocess.Popen(
-                command,
-                env=os.environ | self.environment(),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-            )
+        self.daemon = self.start(command, log)
         deadline = time.monotonic() + 20
         while not self._answers():
             if self.daemon.poll() is not None or time.monotonic() > deadline:
@@ -517,16 +508,8 @@ class Worker:
     ) -> None:
         self.name, self.log = name, mode.logs / f"{mode.name}-{name}.log"
         command = mode.command([*program, *arguments], name, klass, promise)
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                command,
-                env=os.environ | mode.environment(),
-                start_new_session=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        self.log.unlink(missing_ok=True)
+        self.process = mode.start(command, self.log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -694,6 +677,46 @@ def begin(options: argparse.Namespace) -> Path:
         with contextlib.suppress(OSError):
             os.open(gpu, os.O_RDWR | os.O_CLOEXEC)
     return logs
+
+
+def selections(parser: argparse.ArgumentParser, cases: Sequence[str], modes: Sequence[str], apart: Sequence[str] = (), /, **defaults: Any) -> None:
+    """Flags that choose cases and modes; those that are set apart only by name."""
+    parser.add_argument("--cases", type=listed(cases), default=defaults.get("cases", list(cases)))
+    parser.add_argument("--modes", type=listed(modes, apart), default=defaults.get("modes", list(modes)))
+
+
+def parts(parser: argparse.ArgumentParser, every: Iterable[str]) -> None:
+    """The same of a benchmark of several parts."""
+    parser.add_argument("part", choices=[*every, "all"])
+    parser.add_argument("--cases", help="a comma-separated selection")
+    parser.add_argument("--modes", help="a comma-separated selection")
+
+
+Part = tuple[list[str], list[str]]
+
+
+def run_parts(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    every: Mapping[str, Part],
+    run: Callable[[str, Results, list[str], list[str]], None],
+    prefix: str = "",
+    usual: Callable[[str], Part] | None = None,
+) -> int:
+    """Runs one part, or all, with cases and modes as chosen or usual; the exit code."""
+    if options.part == "all" and (options.cases or options.modes):
+        parser.error("--cases and --modes need one part")
+    worst = 0
+    for part in every if options.part == "all" else [options.part]:
+        try:
+            chosen = [listed(all_of)(text) if text else all_of for text, all_of in zip((options.cases, options.modes), (usual or every.__getitem__)(part), strict=True)]
+        except argparse.ArgumentTypeError as wrong:
+            parser.error(str(wrong))
+        if chosen[0]:
+            results = Results(prefix + part, options.out, *every[part])
+            run(part, results, *chosen)
+            worst = max(worst, results.finish())
+    return worst
 
 
 def listed(allowed: Sequence[str], apart: Sequence[str] = ()) -> Any:

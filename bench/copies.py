@@ -63,8 +63,7 @@ def main() -> int:
         "  GPUMUX=.bundle/bin/gpumux python3 bench/copies.py --rounds 5 --budget 240\n"
         "  gpumux emu --profile FILE -- python3 bench/copies.py --piece 1048576 --cases '70/30 in' --rounds 1",
     )
-    parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    common.selections(parser, CASES, MODES)
     parser.add_argument("--piece", type=int, default=64 << 20, help="bytes of a copy [%(default)s]")
     rounds.arguments(parser, seconds=3.0)
     options = parser.parse_args()

@@ -68,16 +68,7 @@ def start(mode: Mode, name: str, klass: str, hints: str, arguments: Sequence[str
     elif hints == "outside" and isinstance(mode, Gpumux):
         api = str(mode.folder / "api.sock")
         program += ["--hint", "outside", "--hint-tenant", mode.tenants[name], "--hint-api", api]
-    with open(mode.logs / f"{mode.name}-{hints}-{name}.log", "w") as log:
-        return subprocess.Popen(
-            [*command, *program],
-            env=os.environ | mode.environment(),
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
+    return mode.start([*command, *program], mode.logs / f"{mode.name}-{hints}-{name}.log", stdout=subprocess.PIPE)
 
 
 def counted(mode: Mode, name: str) -> dict[str, float]:
@@ -186,8 +177,7 @@ def main() -> int:
         "  python3 bench/hints.py --cases 10ms/prep200,10ms/copy200 --modes none,auto,manual --seconds 10",
     )
     parser.add_argument("--seconds", type=float, default=4.0, help="length of one cell [%(default)s]")
-    parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    common.selections(parser, CASES, MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)

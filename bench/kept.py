@@ -108,8 +108,7 @@ def main() -> int:
         "  GPUMUX=target/release/gpumux python3 bench/kept.py     (about 6 min)\n"
         "  target/release/gpumux emu -- python3 bench/kept.py --no-torch --cases 64MiB --rounds 1 --out /tmp     (needs no GPU)",
     )
-    parser.add_argument("--cases", type=common.listed(list(SIZES)), default=list(SIZES))
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    common.selections(parser, list(SIZES), MODES)
     parser.add_argument("--rounds", type=int, default=5, help="faults of each cell [%(default)s]")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps before a fault [%(default)s]")
     parser.add_argument("--every", type=int, default=100, help="steps between two files [%(default)s]")

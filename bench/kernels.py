@@ -51,8 +51,7 @@ def main() -> int:
         "  python3 bench/kernels.py --cases 10ms --modes alone,gpumux",
     )
     parser.add_argument("--seconds", type=float, default=4.0, help="length of one cell [%(default)s]")
-    parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    common.selections(parser, CASES, MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)

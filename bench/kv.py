@@ -198,9 +198,7 @@ def main() -> int:
         "  GPUMUX=.bundle/bin/gpumux python3 bench/kv.py guarantee --cases in-use --rounds 5\n"
         "  gpumux emu --profile FILE -- python3 bench/kv.py all --no-torch --guarantee 64MiB --keep 16MiB --room 64MiB --page 1048576 --granules 4",
     )
-    parser.add_argument("part", choices=[*PARTS, "all"])
-    parser.add_argument("--cases", help="a comma-separated selection")
-    parser.add_argument("--modes", help="a comma-separated selection")
+    common.parts(parser, PARTS)
     parser.add_argument("--rounds", type=int, help="of `guarantee` [5; 2 with --quick]")
     parser.add_argument("--guarantee", default="20GiB", help="[%(default)s]")
     parser.add_argument("--keep", default="1GiB", help="in use by the borrower of `free` and `cached` [%(default)s]")
@@ -216,20 +214,8 @@ def main() -> int:
     options.rounds = options.rounds or (2 if options.quick else 5)
     options.takes = options.takes or (200 if options.quick else 1000)
     options.seconds = options.seconds or (30.0 if options.quick else 300.0)
-    if options.part == "all" and (options.cases or options.modes):
-        parser.error("--cases and --modes need one part")
-    logs, worst = common.begin(options), 0
-    for part in PARTS if options.part == "all" else [options.part]:
-        try:
-            chosen = [
-                common.listed(every)(wanted) if wanted else every for wanted, every in zip((options.cases, options.modes), PARTS[part], strict=True)
-            ]
-        except argparse.ArgumentTypeError as wrong:
-            parser.error(str(wrong))
-        results = Results(f"kv-{part}", options.out, *PARTS[part])
-        RUN[part](results, *chosen, logs, options)
-        worst = max(worst, results.finish())
-    return worst
+    logs = common.begin(options)
+    return common.run_parts(parser, options, PARTS, lambda part, *chosen: RUN[part](*chosen, logs, options), "kv-")
 
 
 if __name__ == "__main__":

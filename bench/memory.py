@@ -21,7 +21,6 @@ when idle) and `cold` (a process is started for the request). Values: time to th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import http.client
@@ -373,27 +372,14 @@ def main() -> int:
         "  GPUMUX=target/release/gpumux python3 bench/memory.py swap --cases 8GiB\n"
         "  python3 bench/memory.py oversubscribe --quick",
     )
-    parser.add_argument("part", choices=[*PARTS, "all"])
-    parser.add_argument("--cases", help="a comma-separated selection")
-    parser.add_argument("--modes", help="a comma-separated selection")
+    common.parts(parser, PARTS)
     options = parser.parse_args()
-    if options.part == "all" and (options.cases or options.modes):
-        parser.error("--cases and --modes need one part")
-    logs, worst = common.begin(options), 0
-    for part in PARTS if options.part == "all" else [options.part]:
-        every = QUICK.get(part, ([], [])) if options.part == "all" and options.quick else PARTS[part]
-        try:
-            cases, modes = (
-                common.listed(all_of)(chosen) if chosen else all_of
-                for chosen, all_of in zip((options.cases, options.modes), every, strict=True)
-            )
-        except argparse.ArgumentTypeError as wrong:
-            parser.error(str(wrong))
-        if cases:
-            results = Results(part, options.out, *PARTS[part])
-            RUN[part](results, cases, modes, logs, options.quick)
-            worst = max(worst, results.finish())
-    return worst
+    logs = common.begin(options)
+
+    def usual(part: str) -> common.Part:
+        return QUICK.get(part, ([], [])) if options.part == "all" and options.quick else PARTS[part]
+
+    return common.run_parts(parser, options, PARTS, lambda part, *chosen: RUN[part](*chosen, logs, options.quick), usual=usual)
 
 
 if __name__ == "__main__":

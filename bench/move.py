@@ -187,10 +187,7 @@ def started(mode: Gpumux, case: str, file: Path, steps: int, options: argparse.N
     """The case's program as a tenant that sees both GPUs."""
     own = [sys.executable, __file__, "--be", case, "--file", str(file), "--steps", str(steps), "--gib", str(options.gib)]
     command = mode.command(own, case, None, ["--gpu", "0,1"])
-    with open(logs / f"{case}-{steps}.log", "w") as log:
-        program = subprocess.Popen(
-            command, env=os.environ | mode.environment(), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-        )
+    program = mode.start(command, logs / f"{case}-{steps}.log", stdin=subprocess.PIPE)
     try:
         yield program
     finally:

@@ -150,31 +150,21 @@ def start_up(
 def at_once(results: Results, mode: Mode, logs: Path) -> None:
     """Many processes open the device together: until the last one ends, and how many failed."""
     begin = time.perf_counter()
-    with open(logs / f"at-once-{mode.name}.log", "w") as log:
-        started = [
-            subprocess.Popen(
-                mode.command(opens_device(), f"many-{number}", None),
-                env=os.environ | mode.environment(),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-            for number in range(AT_ONCE)
-        ]
-        codes = []
-        for process in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, TIMEOUT_S - (time.perf_counter() - begin)))
-            codes.append(process.poll())
-        wall = time.perf_counter() - begin
-        for process in started:
-            if process.poll() is None:
-                common.end(process)
+    log = logs / f"at-once-{mode.name}.log"
+    started = [mode.start(mode.command(opens_device(), f"many-{number}", None), log) for number in range(AT_ONCE)]
+    codes = []
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, TIMEOUT_S - (time.perf_counter() - begin)))
+        codes.append(process.poll())
+    wall = time.perf_counter() - begin
+    for process in started:
+        if process.poll() is None:
+            common.end(process)
     failed = sum(code != 0 for code in codes)
     results.add("64-at-once", mode.name, {"wall_s": wall, "processes": AT_ONCE, "failures": failed})
     if failed:
-        raise BenchError(f"{failed} of {AT_ONCE} failed: {common.tail(Path(log.name))}")
+        raise BenchError(f"{failed} of {AT_ONCE} failed: {common.tail(log)}")
 
 
 def main() -> int:

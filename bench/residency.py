@@ -471,9 +471,7 @@ def main() -> int:
         "  GPUMUX=.bundle/bin/gpumux python3 bench/residency.py arena\n"
         "  gpumux emu --profile FILE -- python3 bench/residency.py restart --restarts 3",
     )
-    parser.add_argument("part", choices=[*PARTS, "all"])
-    parser.add_argument("--cases", help="a comma-separated selection")
-    parser.add_argument("--modes", help="a comma-separated selection")
+    common.parts(parser, PARTS)
     parser.add_argument("--rounds", type=int, default=1, help="of `together` [%(default)s]")
     parser.add_argument("--room", help="of the device for `together`, such as 8GiB: memory moves faster, so that a round is short [all]")
     parser.add_argument("--passes", type=int, default=150, help="of a job of `together` [%(default)s]")
@@ -484,23 +482,13 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3, help="moves of each job of `arena` [%(default)s]")
     parser.add_argument("--size", default="8GiB", help="of the tenant of `chunks`, in GiB [%(default)s]")
     options = parser.parse_args()
-    if options.part == "all" and (options.cases or options.modes):
-        parser.error("--cases and --modes need one part")
-    logs, worst = common.begin(options), 0
-    for part in PARTS if options.part == "all" else [options.part]:
+    logs = common.begin(options)
+
+    def usual(part: str) -> common.Part:
         cases, modes = PARTS[part]
-        if part == "together" and not (options.kill or options.modes):
-            modes = [name for name in modes if name not in KILLS]
-        try:
-            chosen = [
-                common.listed(every)(wanted) if wanted else every for wanted, every in zip((options.cases, options.modes), (cases, modes), strict=True)
-            ]
-        except argparse.ArgumentTypeError as wrong:
-            parser.error(str(wrong))
-        results = Results(f"residency-{part}", options.out, *PARTS[part])
-        RUN[part](results, *chosen, logs, options)
-        worst = max(worst, results.finish())
-    return worst
+        return cases, [name for name in modes if name not in KILLS or part != "together" or options.kill or options.modes]
+
+    return common.run_parts(parser, options, PARTS, lambda part, *chosen: RUN[part](*chosen, logs, options), "residency-", usual)
 
 
 if __name__ == "__main__":

@@ -180,8 +180,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, help="folder with the model's config.json [Llama-3-8B's shape]")
     parser.add_argument("--memory", type=float, default=0.35, help="part of the GPU's memory for each engine [%(default)s]")
     parser.add_argument("--engine", default="{}", help='more arguments of vllm.LLM, as JSON: {"enforce_eager": true} [%(default)s]')
-    parser.add_argument("--cases", type=common.listed(CASES), default=["1x", "1x+train"])
-    parser.add_argument("--modes", type=common.listed(MODES), default=["alone", "time-slicing", "gpumux"])
+    common.selections(parser, CASES, MODES, cases=["1x", "1x+train"], modes=["alone", "time-slicing", "gpumux"])
     options = parser.parse_args()
     logs = common.begin(options)
     with open(options.trace, newline="") as file:

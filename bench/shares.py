@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -73,16 +72,8 @@ def start(mode: Mode, program: Program, name: str, arguments: Sequence[str]) -> 
     """Starts a workload as a tenant."""
     promise = ["--guaranteed", str(program.guaranteed)] if program.guaranteed else []
     command = [common.gpumux(), "workload", *arguments, "--json"]
-    with open(mode.logs / f"{mode.name}-{name}.log", "w") as log:
-        return subprocess.Popen(
-            mode.command(command, name, program.klass, promise),
-            env=os.environ | mode.environment() | program.environment(),
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
+    log = mode.logs / f"{mode.name}-{name}.log"
+    return mode.start(mode.command(command, name, program.klass, promise), log, program.environment(), stdout=subprocess.PIPE)
 
 
 def reports(processes: Sequence[subprocess.Popen[str]], deadline: float) -> list[dict[str, Any]]:
@@ -164,8 +155,7 @@ def main() -> int:
         "  python3 bench/shares.py --cases 70/30,4batch --modes gpumux --seconds 20",
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one cell [%(default)s]")
-    parser.add_argument("--cases", type=common.listed(list(CASES)), default=list(CASES))
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    common.selections(parser, list(CASES), MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = max(4.0, options.seconds / (4 if options.quick else 1))

@@ -233,8 +233,7 @@ def main() -> int:
         "  python3 bench/space.py --cases decode+vit --modes alone,mps,space --seconds 12 --together     (about 3 min)",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
-    parser.add_argument("--cases", type=common.listed(list(CASES)), default=DEFAULT_CASES)
-    parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
+    common.selections(parser, list(CASES), MODES, cases=DEFAULT_CASES, modes=DEFAULT_MODES)
     parser.add_argument("--points", type=lambda text: [int(it) for it in text.split(",")], default=PERCENTAGES, help="percentages of the SMs of a profile")
     parser.add_argument("--warmup", type=float, default=WARM_UP_S, help="seconds from a job's first work until its profile is measured [%(default)s]")
     parser.add_argument(
