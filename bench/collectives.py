@@ -296,9 +296,7 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, float]:
 def ordered(kind: Gpumux, *command: str, patience: float = 60.0) -> str:
     """Runs a command of gpumux; returns its error, if it failed."""
     try:
-        done = subprocess.run(
-            [kind.binary, *command], env=os.environ | kind.environment(), capture_output=True, text=True, timeout=patience
-        )
+        done = kind.ask(*command, timeout=patience)
     except subprocess.TimeoutExpired:
         return f"gpumux {' '.join(command)}: no answer within {patience:g} s"
     return "" if done.returncode == 0 else f"gpumux {' '.join(command)}: {done.stderr.strip()}"

@@ -449,15 +449,19 @@ class Gpumux(Mode):
             *command,
         ]
 
+    def ask(self, *words: str, timeout: float = 20) -> subprocess.CompletedProcess[str]:
+        """Runs a command of gpumux with this daemon."""
+        return subprocess.run([self.binary, *words], env=os.environ | self.environment(), capture_output=True, text=True, timeout=timeout)
+
+    def set(self, name: str, *flags: str) -> None:
+        """Changes settings of a program that runs."""
+        done = self.ask("set", self.tenants[name], *flags)
+        if done.returncode:
+            raise BenchError(f"gpumux set {name} {' '.join(flags)}: {done.stderr.strip()}")
+
     def tenants_now(self) -> list[dict[str, Any]]:
         """What `gpumux ps` knows; nothing, with a line on stderr, if it fails."""
-        asked = subprocess.run(
-            [self.binary, "ps", "--json"],
-            env=os.environ | self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
+        asked = self.ask("ps", "--json")
         if asked.returncode != 0:
             say(f"gpumux ps: {asked.stderr.strip()}")
             return []
@@ -476,8 +480,7 @@ class Gpumux(Mode):
 
     def trace(self, file: Path, seconds: float) -> None:
         """Writes what the scheduler did lately."""
-        command = [self.binary, "trace", "--seconds", f"{seconds:.0f}", "--output", str(file)]
-        subprocess.run(command, env=os.environ | self.environment(), check=True, timeout=20)
+        self.ask("trace", "--seconds", f"{seconds:.0f}", "--output", str(file)).check_returncode()
 
 
 def mode(name: str, logs: Path) -> Mode:

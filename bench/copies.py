@@ -10,8 +10,6 @@ Values: `one_gbps`, `two_gbps`, `total_gbps` (of all ways), `share_one`.
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,10 +32,7 @@ def guarantee(mode: Gpumux, division: str) -> None:
     """Gives the tenants that run their guarantees; none first, since both may not exceed the device."""
     for values in ((0.0, 0.0), GUARANTEES[division]):
         for name, value in zip(NAMES, values, strict=True):
-            command = [mode.binary, "set", mode.tenants[name], "--guaranteed", str(value)]
-            done = subprocess.run(command, env=os.environ | mode.environment(), capture_output=True, text=True, timeout=20)
-            if done.returncode != 0:
-                raise BenchError(f"gpumux set: {done.stderr.strip()}")
+            mode.set(name, "--guaranteed", str(value))
 
 
 def orders(case: str, mode: str) -> dict[str, dict[str, Any]]:

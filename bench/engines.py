@@ -26,7 +26,6 @@ import functools
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -309,8 +308,7 @@ def beside(mode: Gpumux, needs: int, logs: Path, options: argparse.Namespace) ->
     with kv.pool(mode, "taker", command, "--class", "latency") as pool, kv.left(mode, room, logs) as free:
         own, all_of_it = kv.tenant(mode, "taker")["memory"][0]["in_use"], free + needs
         most = own + all_of_it - int(needs * LEFT[0])
-        setting = [mode.binary, "set", mode.tenants["taker"], "--memory-guaranteed", f"{most // kv.MIB + 1}MiB"]
-        subprocess.run(setting, env=os.environ | mode.environment(), check=True, timeout=20)
+        mode.set("taker", "--memory-guaranteed", f"{most // kv.MIB + 1}MiB")
         common.say(f"the engine needs {needs // kv.MIB} of {all_of_it // kv.MIB} MiB")
         yield pool, all_of_it
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -75,10 +74,7 @@ def counted(mode: Mode, name: str) -> dict[str, float]:
     """What gpumux says of a tenant's hints."""
     if not isinstance(mode, Gpumux):
         return {}
-    command = [mode.binary, "ps", "--json"]
-    env = os.environ | mode.environment()
-    asked = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=True)
-    for tenant in json.loads(asked.stdout)["tenants"]:
+    for tenant in mode.tenants_now():
         if tenant["name"] == mode.tenants[name]:
             hints = tenant["hints"]
             return {
@@ -146,8 +142,7 @@ def torch(mode: Mode, hints: str, case: str, seconds: float, crew: Crew, alone: 
     server = (["serve", "--model", "resnet50", *TORCH[kind]], "latency")
     crew.have({"server": server} | ({} if alone else {"training": TRAINING}))
     if isinstance(mode, Gpumux):
-        command = [mode.binary, "set", mode.tenants["server"], "--hints", FLAGS[hints]]
-        subprocess.run(command, env=os.environ | mode.environment(), timeout=20, check=True)
+        mode.set("server", "--hints", FLAGS[hints])
     before = counted(mode, "server")
     visits = {"op": "visits", "kind": "graph", "pauses": common.pauses(0.005, 0.020, seconds, 1)}
     answers = crew.measure(seconds, {"server": visits} | ({} if alone else {"training": {"op": "steps"}}))

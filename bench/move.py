@@ -196,8 +196,7 @@ def started(mode: Gpumux, case: str, file: Path, steps: int, options: argparse.N
 
 def moved(mode: Gpumux, tenant: str, gpu: int) -> dict[str, float]:
     """One move."""
-    command = [mode.binary, "move", tenant, "--gpu", str(gpu), "--json"]
-    asked = subprocess.run(command, check=False, env=os.environ | mode.environment(), capture_output=True, text=True, timeout=330)
+    asked = mode.ask("move", tenant, "--gpu", str(gpu), "--json", timeout=330)
     if asked.returncode != 0:
         raise BenchError(asked.stderr.strip())
     return {name: value for name, value in json.loads(asked.stdout).items() if isinstance(value, float)}

@@ -71,20 +71,13 @@ class Fixed(Gpumux):
         self.classes[name] = klass or "standard"
         return super().command(command, name, "latency", promise)
 
-    def _set(self, name: str, klass: str) -> None:
-        command = [self.binary, "set", self.tenants[name], "--class", klass]
-        try:
-            subprocess.run(command, env=os.environ | self.environment(), check=True, timeout=20, stdout=subprocess.DEVNULL)
-        except subprocess.SubprocessError as error:
-            raise BenchError(f"{name} does not become {klass}: {error}") from error
-
     def before(self, names: Iterable[str]) -> None:
         for name in names:
-            self._set(name, self.classes[name])
+            self.set(name, "--class", self.classes[name])
 
     def after(self, names: Iterable[str]) -> None:
         for name in names:
-            self._set(name, "latency")
+            self.set(name, "--class", "latency")
 
 
 class MpsWith(Mps):
@@ -299,12 +292,8 @@ def settle(crew: Crew, hints: str, objective: str) -> None:
     """Sets these of a crew's latency programs."""
     assert isinstance(crew.mode, Gpumux)
     for name, (_, klass) in crew.started.items():
-        if klass != "latency" or name not in crew.workers:
-            continue
-        command = [crew.mode.binary, "set", crew.mode.tenants[name], "--hints", hints, "--latency-objective", objective]
-        done = subprocess.run(command, env=os.environ | crew.mode.environment(), capture_output=True, text=True, timeout=20)
-        if done.returncode:
-            raise BenchError(f"{name} does not get hints {hints} and objective {objective}: {done.stderr.strip()}")
+        if klass == "latency" and name in crew.workers:
+            crew.mode.set(name, "--hints", hints, "--latency-objective", objective)
 
 
 def beside(crew: Crew, mode: str, seconds: float, latency: dict[str, Any], batch: dict[str, Any], lead: float = 0.5) -> dict[str, Any]:
