@@ -7,15 +7,11 @@ task that replays graphs of 100 kernels of 100 µs. Values: `latency_p50_us`, `l
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import tempfile
-import time
-from typing import Any
 
 import common
 import shares
-from common import Mode, Results
+from common import Results
 from shares import Program
 
 MODES = ["alone", "time-slicing", "mps", "fixed", "gpumux"]
@@ -27,20 +23,6 @@ GRAPH = ["latency", "--graph", "--kernels", "100", "--kernel-us", "100", "--peri
 def batch(case: str) -> list[str]:
     """The batch task of a case."""
     return GRAPH if case == "graph" else ["batch", "--kernel-us", str(KERNELS_US[case]), "--in-flight", "4"]
-
-
-def measure(mode: Mode, loops: list[tuple[list[str], str]], seconds: float) -> list[dict[str, Any]]:
-    """Runs these loops (arguments and class) together: their reports."""
-    with tempfile.TemporaryDirectory() as folder:
-        gate = ["--seconds", str(seconds), "--barrier", f"{len(loops)}:{folder}/barrier"]
-        processes: list[subprocess.Popen[str]] = []
-        try:
-            for number, (arguments, klass) in enumerate(loops):
-                processes.append(shares.start(mode, Program(klass), f"{number}", [*arguments, *gate]))
-            return shares.reports(processes, time.monotonic() + seconds + common.REPLY_S)
-        finally:
-            for process in processes:
-                common.end(process, 1.0)
 
 
 def main() -> int:
@@ -60,10 +42,8 @@ def main() -> int:
         with results.cell(name), common.mode(name, logs) as mode:
             for case in options.cases:
                 with results.cell(f"{case} / {name}"):
-                    loops = [(shares.PERIODIC, "latency")]
-                    if name != "alone":
-                        loops.append((batch(case), "batch"))
-                    reports = measure(mode, loops, seconds)
+                    loops = [(Program("latency"), shares.PERIODIC), (Program("batch"), batch(case))]
+                    reports, _ = shares.at_once(mode, loops[:1] if name == "alone" else loops, seconds)
                     quantiles = ("p50", "p99", "p999")
                     values = {f"latency_{it}_us": reports[0][f"{it}_us"] for it in quantiles}
                     if name != "alone":

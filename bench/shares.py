@@ -101,14 +101,18 @@ def timed_run(
     mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: float
 ) -> tuple[list[dict[str, Any]], float]:
     """The same, and when the first of them ended."""
+    return at_once(mode, [(it, it.arguments(mode, work)) for it in programs], seconds)
+
+
+def at_once(mode: Mode, programs: Sequence[tuple[Program, Sequence[str]]], seconds: float) -> tuple[list[dict[str, Any]], float]:
+    """The same of programs with arguments of their own."""
     with tempfile.TemporaryDirectory() as folder:
         barrier = f"{len(programs)}:{folder}/barrier"
         processes = []
         try:
-            for number, program in enumerate(programs):
+            for number, (program, arguments) in enumerate(programs):
                 length = seconds / 2 if program.ends_early else seconds
-                arguments = [*program.arguments(mode, work), "--seconds", str(length), "--barrier", barrier]
-                processes.append(start(mode, program, f"{number}", arguments))
+                processes.append(start(mode, program, f"{number}", [*arguments, "--seconds", str(length), "--barrier", barrier]))
             deadline = time.monotonic() + seconds + common.REPLY_S
             first = report(processes[0], deadline)
             ended = time.monotonic()
