@@ -546,7 +546,7 @@ def outputs(results: Path, pages: Iterable[Path]) -> tuple[dict[Path, str], list
 CLAIM = re.compile(
     r"\b[HAV][12]00s?\b|\b[Mm]easured\b|\btimes alone\b|\bp(50|90|99)\b|\bEPYC\b|results\.md|fidelity\.md|README\.md#measured|`bench/|commit `"
 )
-UNIT = r"(?:[µumn]?s|h|%|[x×]|[KMGTk]i?B|[\w-]+/s)(?![\w/])"
+UNIT = r"(?:[µumn]?s|min|h|%|percent|[x×]|times|[KMGTk]i?B|[kMG]Hz|W|[\w-]+/s)(?![\w/])"
 SETTING = re.compile(r"`([^`]*)`<!--set=([^>]*)-->")
 # What is no result: settings, comments that name a source, links' targets, dates, versions, drivers, products, sections.
 NO_RESULT = re.compile(
@@ -554,8 +554,8 @@ NO_RESULT = re.compile(
     r"\b(driver|drivers|branch|branches|PCIe|CUDA|PyTorch|vLLM|MPS v|r|version|case|shape)s? ?\d[\d.]*(( to| and) \d[\d.]*)*|'\d\d|§ ?\d+",
     re.DOTALL,
 )
-# Code that may be a result: a number alone, or with a unit and not with flags.
-VALUE = re.compile(rf"\d[\d.,]*|(?!.*(?:--|=)).*?(?<![\w.=/-])\d[\d.,]*\s?{UNIT}.*", re.DOTALL)
+# Code that may be a result: numbers alone, or with a unit and not with flags.
+VALUE = re.compile(rf"[~≈<>≤≥±+−-]?\d[\d.,]*(?:\s?(?:to|and|–|±)\s?\d[\d.,]*)*|(?!.*(?:--|=)).*?(?<![\w.=/-])\d[\d.,]*\s?{UNIT}.*", re.DOTALL)
 # A number in the text, also right before a unit: not a part of a name such as H100, ResNet-50 or 2x60%.
 NUMBER = re.compile(rf"(?<![\w.,/#×-])-?\d++(?:[.,]\d++)*+(?:(?={UNIT})|(?![\w-]*[A-Za-z_]\w*-|[A-Za-z×]))")
 # A list item or a table row.

@@ -176,6 +176,7 @@ class Plot(unittest.TestCase):
             "On an H100 it takes `12`.",
             "On an H100 it takes `12 µs` or `12us` or `~12 ms`, at `12 GB/s`, `p99 12 ms`, `12x`, `12×`, `12%`, `12 tokens/s`, `12 GiB`, `12 s`, 12ms, 12× and 12x.",
             "On an H100 it takes `1 ms`<!--set=x-->, `12`, and by `--for 13` 12.",
+            "On an H100 it takes `≈12`, `12 to 12`, `12–12`, `12 ± 12`, `12 percent` and `12 times` as long.",
             "On an H100 it takes 12 µs. <!--cited-->",
             "[A paper](https://example.org) says so of an H100: 12.",
         ):
