@@ -11,6 +11,7 @@ import tempfile
 import time
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import common
@@ -260,6 +261,34 @@ class GpumuxMode(WithWorker):
         with self.assertRaisesRegex(common.BenchError, "unknown policy"):
             with common.mode("fixed", self.folder):
                 self.fail("it started")
+
+
+class Parts(unittest.TestCase):
+    EVERY: dict[str, common.Part] = {"a": (["x", "y"], ["m", "n"]), "b": (["z"], ["m"])}
+
+    def ran(self, *words: str, **more: Any) -> list[Any]:
+        parser, found = common.parser("", ""), list[Any]()
+        common.parts(parser, self.EVERY)
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+            options = parser.parse_args([*words, "--out", folder])
+            common.run_parts(parser, options, self.EVERY, lambda part, results, *chosen: found.append((part, results.path.name[:4], *chosen)), "p-", **more)
+        return found
+
+    def test_each_part_has_its_cases_modes_and_results(self) -> None:
+        self.assertEqual(self.ran("all"), [("a", "p-a-", ["x", "y"], ["m", "n"]), ("b", "p-b-", ["z"], ["m"])])
+        self.assertEqual(self.ran("a", "--cases", "y"), [("a", "p-a-", ["y"], ["m", "n"])])
+        self.assertEqual(self.ran("all", usual=lambda part: ([], []) if part == "b" else (["x"], ["n"])), [("a", "p-a-", ["x"], ["n"])])
+
+    def test_wrong_selections_are_refused(self) -> None:
+        for words in (["all", "--cases", "x"], ["b", "--cases", "x"], ["c"]):
+            with self.assertRaises(SystemExit):
+                self.ran(*words)
+
+    def test_all_modes_are_those_that_are_not_set_apart(self) -> None:
+        parser = common.parser("", "")
+        common.selections(parser, ["a"], ["m", "changing"], ["changing"], modes=["m"])
+        for words, expected in (([], ["m"]), (["--modes", "all"], ["m"]), (["--modes", "changing"], ["changing"])):
+            self.assertEqual(parser.parse_args(words).modes, expected)
 
 
 if __name__ == "__main__":
