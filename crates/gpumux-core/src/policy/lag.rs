@@ -26,7 +26,27 @@ pub struct Memory {
     tenants: Vec<Branch<TenantId>>,
     /// In the order of the last snapshot.
     pub(super) domains: Vec<Track>,
+    /// How latency domains that take what they can get share.
+    #[serde(default)]
+    together: Together,
 }
+
+/// While domains share by timeslices, their accounts follow these, and don't tell one that takes what it can get from one that waits with a
+/// short request. So that is looked at again without them, less and less often where it shows nothing new.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Together {
+    /// Since when they share by timeslices.
+    since: Option<Micros>,
+    /// When the last look without these began.
+    looked: Option<Micros>,
+    /// How long after `since` the next one begins.
+    interval: Micros,
+}
+
+/// From the first look without timeslices to the last one that comes sooner than the one before.
+const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(16));
+/// A look shows nothing new if all took what they could get within so long.
+const LOOK: Micros = Micros::from_secs(1);
 
 /// A user, or a tenant of a user.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -315,6 +335,34 @@ impl Memory {
             let above = tenant.node.lag + tenant.node.part * user.lag;
             track.lag = track.node.lag + track.node.part * above;
         }
+    }
+
+    /// Latency domains that take what they can get contend. When they are to be looked at without sharing by timeslices; none if that begins now.
+    pub(super) fn share_together(&mut self, now: Micros) -> Option<Micros> {
+        let (first, last) = LOOKS;
+        let it = &mut self.together;
+        let Some(since) = it.since else {
+            let nothing_new = it.looked.is_some_and(|at| now < at + LOOK);
+            it.interval = match nothing_new {
+                true => Micros(2 * it.interval.0).min(last),
+                false => first,
+            };
+            it.since = Some(now);
+            return Some(now + it.interval);
+        };
+        if now < since + it.interval {
+            return Some(since + it.interval);
+        }
+        (it.since, it.looked) = (None, Some(now));
+        for track in &mut self.domains {
+            (track.received_part, track.greedy) = (0.0, false);
+        }
+        None
+    }
+
+    /// They don't.
+    pub(super) fn share_apart(&mut self) {
+        self.together.since = None;
     }
 
     /// Timeslices keep the shares of these domains, so that none of them owns a quantum. What is owed stays within `most`: they do that roughly.

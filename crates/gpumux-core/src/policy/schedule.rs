@@ -157,6 +157,9 @@ impl<D: Division> Policy for Shared<D> {
             true => {
                 stage.bursts(memory);
                 let together = stage.together(&self.division, snapshot, memory);
+                if together.is_none() {
+                    memory.share_apart();
+                }
                 stage.choose_owner(memory);
                 stage.ask_for_budgets();
                 stage.separate(memory, &snapshot.gangs);
@@ -476,6 +479,8 @@ impl<'a> Stage<'a> {
         }
         among.extend(Some(others).filter(|share| *share > 0.0));
         let round = self.round_together(&among)?;
+        let look = memory.share_together(self.now)?;
+        self.ask_at(look);
         self.pace = (others / (others + running).max(1e-9)).max(1e-3);
         for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
             (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);
