@@ -7,9 +7,9 @@ Modes: `alone`, and `MODE-LENGTH`: the neighbour's preemption mode (`instruction
 `state` is a length of 1 ms with 200 registers in use by each of 256 threads and 48 KiB of shared memory on every SM; `shared` has 4 × 48 KiB instead, and no such registers.
 
 Values, in ms: `latency` of a request from its launch to its end as the host sees it. Its parts: `start` until its first instruction, `kernel` from there to the
-last one, `wake` from there until the host has seen it. `stopped` is the part of `start` until the neighbour's last instruction, and `switch` the rest of it: the runlist, the firmware, and
+last one, `wake` from there until the host has seen it, above the quickest (some µs, which are in `start`). `stopped` is the part of `start` until the neighbour's last instruction, and `switch` the rest of it: the runlist, the firmware, and
 the contexts' state. `kernel` beside `alone` is what cold caches and translation tables cost. `met`: the part of requests at whose launch the neighbour ran.
-Only these have `stopped` and `switch`; both are medians of a round. The clocks of host and device are compared before each measurement, to a few µs: `start` and `wake` share that error with `alone`.
+Only these have `stopped` and `switch`; both are medians of a round. The clocks of host and device are compared by the quickest end of all requests, which a neighbour does not delay.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ MODES = ["alone", *NEIGHBOURS]
 # Where all blocks run to their end, there is no state to save.
 DEFAULT_MODES = [it for it in MODES if it not in ("wait-for-idle-state", "wait-for-idle-shared", "thread-block-shared")]
 CASES = {"100us": 100, "300us": 300, "1ms": 1_000}
-# The best comparisons of the clocks: one in so many.
-BEST = 4
-# A host that spins sees the end of a request some µs after it (see `wake` of mode alone).
-WAKE_US = 60.0
 
 Request = Sequence[int]  # submitted, first and last instruction, seen
 
@@ -57,9 +53,9 @@ class Parts(NamedTuple):
 
 
 def offset(compared: Sequence[Request]) -> float:
-    """How far the device's timer is ahead of the host's clock, in ns: by the empty requests that took the least time."""
-    best = sorted(compared, key=lambda it: it[3] - it[0])[: max(1, len(compared) // BEST)]
-    return statistics.median((first + last) / 2 - (submitted + seen) / 2 for submitted, first, last, seen in best)
+    """How far the device's timer is ahead of the host's clock, in ns, as if the host saw the quickest end at once: what is before a request's first
+    instruction differs by neighbour, what follows its last does not."""
+    return max(last - seen for _, _, last, seen in compared)
 
 
 def parts(request: Request, ahead: float, ran: Sequence[Sequence[int]]) -> Parts:
@@ -83,13 +79,10 @@ def parts(request: Request, ahead: float, ran: Sequence[Sequence[int]]) -> Parts
 
 def cell(found: dict[str, Any], neighbour: dict[str, Any] | None) -> dict[str, Any]:
     """What the programs of one mode printed."""
-    ahead, ran = offset(found["compared"]), sorted(neighbour["ran"]) if neighbour else []
+    ahead, ran = offset([*found["compared"], *found["requests"]]), sorted(neighbour["ran"]) if neighbour else []
     if not found["requests"]:
         raise BenchError("no request was made")
     each = [parts(request, ahead, ran) for request in found["requests"]]
-    wake = statistics.median(it.wake for it in each)
-    if wake > WAKE_US:
-        raise BenchError(f"the clocks of host and device were compared wrongly: a host that spins would see a request's end {wake:.0f} µs late, and {WAKE_US:.0f} is the most that is plausible")
     met = [it for it in each if it.stopped is not None and it.switch is not None]
     rates = {"met": len(met) / len(each)} if neighbour else {}
     if met:

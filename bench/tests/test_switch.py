@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import unittest
 
-import common
 import switch
 
 US = 1_000
@@ -14,10 +13,12 @@ AHEAD = 5_000_000
 class Switch(unittest.TestCase):
     """`parts`, `offset` and `cell`."""
 
-    def test_clock_is_found_by_the_shortest_requests(self) -> None:
-        exact = [[n * US, n * US + AHEAD + 4 * US, n * US + AHEAD + 6 * US, (n + 10) * US] for n in range(10)]
+    def test_clock_is_found_by_the_quickest_end(self) -> None:
+        exact = [[n * US, n * US + AHEAD + 4 * US, n * US + AHEAD + 6 * US, (n + 6) * US] for n in range(10)]
         late = [[n * US, n * US + AHEAD + 4 * US, n * US + AHEAD + 6 * US, (n + 100) * US] for n in range(30)]
-        self.assertEqual(switch.offset(exact + late), AHEAD)
+        # A neighbour delays what is before the first instruction, of all.
+        met = [[(n - 150) * US, *rest] for n, (_, *rest) in enumerate(late)]
+        self.assertEqual(switch.offset(exact + late + met), AHEAD)
 
     def test_request_that_preempts_has_five_parts(self) -> None:
         device = AHEAD + 1_000 * US
@@ -35,7 +36,7 @@ class Switch(unittest.TestCase):
             self.assertEqual(found[:3], (6.0, 300.0, 14.0))
 
     def test_cell_has_medians_of_those_that_preempted(self) -> None:
-        compared = [[0, AHEAD + 4 * US, AHEAD + 6 * US, 10 * US]]
+        compared = [[0, AHEAD + 4 * US, AHEAD + 10 * US, 10 * US]]
         requests = [[at, at + AHEAD + 200 * US, at + AHEAD + 500 * US, at + 510 * US] for at in (0, 3_000 * US)]
         ran = [[AHEAD - 1_000 * US, AHEAD + 50 * US]]
         made = switch.cell({"compared": compared, "requests": requests}, {"ran": ran})
@@ -43,13 +44,6 @@ class Switch(unittest.TestCase):
         self.assertEqual(made["more_ms"]["kernel"], [0.3, 0.3])
         alone = switch.cell({"compared": compared, "requests": requests}, None)
         self.assertEqual(alone["rates"], {})
-
-    def test_clocks_that_were_compared_wrongly_are_an_error(self) -> None:
-        # The comparison met the neighbour: the device's clock seems 0.15 ms later than it is.
-        compared = [[0, AHEAD + 154 * US, AHEAD + 156 * US, 10 * US]]
-        requests = [[0, AHEAD + 170 * US, AHEAD + 470 * US, 480 * US]]
-        with self.assertRaisesRegex(common.BenchError, "clocks"):
-            switch.cell({"compared": compared, "requests": requests}, {"ran": []})
 
     def test_every_mode_names_a_neighbour(self) -> None:
         self.assertLess(set(switch.DEFAULT_MODES), set(switch.MODES))
