@@ -43,10 +43,14 @@ struct Together {
     interval: Micros,
 }
 
-/// From the first look without timeslices to the last one that comes sooner than the one before.
-const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(16));
+/// How long they share by timeslices before the first look without these, and at most.
+const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
+/// A look that shows nothing new has the next one wait so many times as long.
+const SELDOMER: u64 = 4;
 /// A look shows nothing new if all took what they could get within so long.
 const LOOK: Micros = Micros::from_secs(1);
+/// What a domain received is averaged over so many µs in a look, which costs those that have nothing new: a burst or two of each.
+const RECEIVED_IN_LOOK: f64 = 50_000.0;
 
 /// A user, or a tenant of a user.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -197,6 +201,7 @@ impl Memory {
         }
         let elapsed = self.at.map_or(0, |at| now.saturating_sub(at).0) as f64;
         self.at = self.at.max(Some(now));
+        let window = self.together.window(now);
         let mut delivered = 0.0;
         let mut users = vec![0.0; self.users.len()];
         let mut tenants = vec![0.0; self.tenants.len()];
@@ -209,7 +214,7 @@ impl Memory {
             let got = got.min(elapsed);
             // The account of a group that was made anew begins at zero.
             track.received = domain.received;
-            track.receive(got, elapsed);
+            track.receive(got, elapsed, window);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
@@ -319,12 +324,13 @@ impl Memory {
             let whole = users[tenant.parent].share;
             tenant.node.take(next, whole, now, most);
         }
+        let window = self.together.window(now);
         for (track, it) in self.domains.iter_mut().zip(entitled) {
             let mut next = Node::default();
             next.add(it);
             let whole = tenants[track.parent].share;
             if it.wants && !track.node.wants {
-                track.resume(now);
+                track.resume(now, window);
             }
             track.node.take(&next, whole, now, most);
         }
@@ -344,7 +350,7 @@ impl Memory {
         let Some(since) = it.since else {
             let nothing_new = it.looked.is_some_and(|at| now < at + LOOK);
             it.interval = match nothing_new {
-                true => Micros(2 * it.interval.0).min(last),
+                true => Micros(SELDOMER * it.interval.0).min(last),
                 false => first,
             };
             it.since = Some(now);
@@ -396,6 +402,14 @@ impl Memory {
     }
 }
 
+impl Together {
+    /// Over how many µs it is averaged what a domain received.
+    fn window(&self, now: Micros) -> f64 {
+        let looks = self.since.is_none() && self.looked.is_some_and(|at| now < at + LOOK);
+        if looks { RECEIVED_IN_LOOK } else { RECEIVED }
+    }
+}
+
 impl Track {
     fn new(domain: &DomainState) -> Self {
         Self {
@@ -415,17 +429,17 @@ impl Track {
     }
 
     /// What it received in the last `elapsed` µs. A pause counts when it is over: before, it is not known whether the domain has little work, or none for now.
-    fn receive(&mut self, got: f64, elapsed: f64) {
+    fn receive(&mut self, got: f64, elapsed: f64, window: f64) {
         if self.node.wants {
-            let kept = (-elapsed / RECEIVED).exp();
+            let kept = (-elapsed / window).exp();
             self.received_part = kept * self.received_part + (1.0 - kept) * got / elapsed.max(1.0);
         }
     }
 
-    /// Its pause is over. A long one counts as one of [`RECEIVED`].
-    fn resume(&mut self, now: Micros) {
+    /// Its pause is over. A long one counts as one of `window`.
+    fn resume(&mut self, now: Micros, window: f64) {
         let pause = now.saturating_sub(self.node.left).0 as f64;
-        self.received_part *= (-(pause / RECEIVED).min(1.0)).exp();
+        self.received_part *= (-(pause / window).min(1.0)).exp();
     }
 }
 
