@@ -583,10 +583,13 @@ impl<'a> Stage<'a> {
         };
         let used_up =
             |memory: &Memory, index: usize| memory.domains[index].used + slack >= request(index);
-        // Whether what one borrowed is another's.
-        let claims = |memory: &Memory, other: usize, owner: usize| {
-            let outranked = self.cast[owner].privileged() && !self.cast[other].privileged();
-            entitled(memory, other) && !outranked
+        // Whether what one borrowed is another's; or it was given away in a pause of another that is owed a whole quantum: else one that
+        // pauses whenever a quantum ends would never have its own.
+        let claims = |memory: &Memory, other: usize, owner: Owner, index: usize| {
+            let outranked = self.cast[index].privileged() && !self.cast[other].privileged();
+            let paused = self.cast[other].domain.demand_since > memory.domains[index].since;
+            let passed_over = paused && lag(memory, other) + slack >= request(other);
+            !outranked && (owner.borrowed && entitled(memory, other) || passed_over)
         };
         let keeps = |memory: &Memory, owner: Owner, index: usize| {
             let actor = &self.cast[index];
@@ -602,7 +605,7 @@ impl<'a> Stage<'a> {
                 false => {
                     actor.idle_for(self.now) < linger
                         && (waited_for || !owner.over && !used_up(memory, index))
-                        && !(owner.borrowed && others.any(|other| claims(memory, other, index)))
+                        && !others.any(|other| claims(memory, other, owner, index))
                 }
             }
         };

@@ -6,7 +6,7 @@ use std::{
 };
 
 use gpumux_core::{
-    Calm, Class, DomainId, Micros, TenantSpec, Timeslice, controller::Event, policy, space,
+    Calm, Class, DomainId, Micros, TenantSpec, Timeslice, UserId, controller::Event, policy, space,
 };
 use proptest::prelude::*;
 
@@ -88,19 +88,20 @@ fn kind() -> impl Strategy<Value = Kind> {
 /// What else a tenant may have.
 #[derive(Clone, Debug)]
 struct Terms {
+    user: u32,
     /// Unless its guarantee is more.
     limit: f64,
-    /// The MPS group that it is in, unless it is a latency tenant.
-    group: Option<u64>,
+    /// It is in its user's MPS group on its device, unless it is a latency tenant.
+    group: bool,
     /// How long it has work, and then none, in ms.
     pauses: Option<(u64, u64)>,
 }
 
 fn terms() -> impl Strategy<Value = Terms> {
     let limit = prop_oneof![3 => Just(1.0), 1 => 0.02..1.0f64];
-    let group = prop_oneof![3 => Just(None), 1 => (0..3u64).prop_map(Some)];
     let pauses = prop_oneof![3 => Just(None), 1 => (5..40u64, 1..5u64).prop_map(Some)];
-    (limit, group, pauses).prop_map(|(limit, group, pauses)| Terms {
+    (0..2u32, limit, any::<bool>(), pauses).prop_map(|(user, limit, group, pauses)| Terms {
+        user,
         limit,
         group,
         pauses,
@@ -165,23 +166,32 @@ proptest! {
         }
     }
 
-    /// Any number of tenants on one device, some of them members of MPS groups, with limits, or with pauses: none waits longer than its policy's
+    /// Any number of tenants of two users on two devices, some of them members of MPS groups, with limits, or with pauses: none waits longer than its policy's
     /// bound, and each receives its guarantee, and no more than its limit where another wants more.
     #[test]
     fn tenants_receive_guarantees_within_the_bound(
         kinds in prop::collection::vec((kind(), terms()), 1..=40),
         guaranteed in 0.0..0.8f64,
     ) {
-        let mut world = World::new("priority", 1);
-        let (kinds, terms): (Vec<Kind>, Vec<Terms>) = kinds.into_iter().unzip();
-        let specs = (specs(&kinds, guaranteed).into_iter().zip(&terms)).map(|((spec, _), terms)| TenantSpec {
-            limit: terms.limit.max(spec.guaranteed),
-            ..spec
-        });
+        let mut world = World::new("priority", 2);
         let mut groups: BTreeMap<DomainId, Vec<(u64, TenantSpec)>> = BTreeMap::new();
-        for ((id, spec), terms) in (1..).zip(specs).zip(&terms) {
-            let shared = terms.group.filter(|_| spec.class != Class::Latency).map(|it| DomainId(1_000 + it));
-            world.member(id, spec.clone(), &[0], shared);
+        let (mut kinds, terms): (Vec<Kind>, Vec<Terms>) = kinds.into_iter().unzip();
+        // For gangs there is no bound.
+        kinds.iter_mut().for_each(|it| it.3.truncate(1));
+        let sums = [0, 1].map(|device| {
+            kinds.iter().filter(|it| it.3 == [device]).map(|it| it.1).sum::<f64>()
+        });
+        for ((id, (class, part, weight, devices)), terms) in (1..).zip(&kinds).zip(&terms) {
+            let device = devices[0];
+            let part = guaranteed * part / sums[device].max(1.0);
+            let spec = TenantSpec {
+                weight: *weight,
+                limit: terms.limit.max(part),
+                ..spec(*class, part)
+            };
+            let shared = terms.group && spec.class != Class::Latency;
+            let shared = shared.then_some(DomainId(1_000 + 2 * device as u64 + u64::from(terms.user)));
+            world.member(id, UserId(terms.user), spec.clone(), devices, shared);
             world.set_busy(id, true);
             groups.entry(shared.unwrap_or(world.group(id))).or_default().push((id, spec));
         }
@@ -205,8 +215,9 @@ proptest! {
             // Of what switches leave; a bound's worth of service may be missing at the end.
             let least = spec.guaranteed * (0.85 * works - slack);
             prop_assert!(shares[name] >= least, "{name:?}: {} of {}", shares[name], spec.guaranteed);
+            let device = |id: &u64| kinds[*id as usize - 1].3[0];
             let wants_more = groups.values().flatten().any(|(id, it)| {
-                !members.iter().any(|(own, _)| own == id) && it.limit >= 1.0 && !pauses.contains_key(id)
+                device(id) == device(&members[0].0) && !members.iter().any(|(own, _)| own == id) && it.limit >= 1.0 && !pauses.contains_key(id)
             });
             let most = spec.limit * (1.0 + slack) + 0.03;
             prop_assert!(!wants_more || shares[name] <= most, "{name:?}: {} of at most {}", shares[name], spec.limit);
@@ -462,4 +473,32 @@ fn latency_tenant_that_pauses_again_and_again_keeps_its_limit() {
         assert!(received < limit + 0.02, "{received} of {limit}");
         assert!(received > 0.9 * limit, "{received} of {limit}");
     }
+}
+
+/// Quanta end where shares change: where it begins to pause. Its turn is not another's for that.
+#[test]
+fn tenant_that_pauses_whenever_a_quantum_ends_has_its_turn() {
+    let mut world = World::new("priority", 1);
+    let tenants = [
+        (1, 1, Class::Latency, 0.1675, 0.5, None),
+        (3, 1, Class::Latency, 0.0489, 0.5, None),
+        (4, 0, Class::Standard, 0.0594, 0.5, None),
+        (6, 0, Class::Standard, 0.1797, 1.3939, Some(DomainId(1_000))),
+        (7, 1, Class::Batch, 0.1124, 0.9929, None),
+        (8, 1, Class::Batch, 0.1168, 3.439, Some(DomainId(1_001))),
+        (9, 1, Class::Latency, 0.0656, 2.0966, None),
+    ];
+    for (id, user, class, guaranteed, weight, group) in tenants {
+        let spec = TenantSpec {
+            weight,
+            limit: if id == 4 { 0.3016 } else { 1.0 },
+            ..spec(class, guaranteed)
+        };
+        world.member(id, UserId(user), spec, &[0], group);
+        world.set_busy(id, true);
+    }
+    world.run_for(world.wait_bound());
+    let shares = world.shares_of(Micros::from_secs(2), &[(4, (13, 3))].into());
+    let received = shares[&world.group(4)];
+    assert!(received > 0.05, "{received} of 0.0594");
 }

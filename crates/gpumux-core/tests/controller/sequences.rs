@@ -1,6 +1,6 @@
 //! Every sequence of so many things that may happen, in two small worlds. After each everything works again, and must come right.
 
-use gpumux_core::{Class, DomainId, Micros, Timeslice};
+use gpumux_core::{Class, DomainId, Micros, Timeslice, UserId};
 
 use super::{
     properties::Step::{self, Asks, Busy, Ends, Fails, Hangs, Idle, Pass, Stopped, Tampered},
@@ -106,7 +106,13 @@ fn member_that_cannot_be_controlled_stops_no_rotation() {
         let mut world = World::new("priority", 1);
         world.tenant(1, spec(Class::Latency, 0.0), &[0]);
         for id in [3, 4] {
-            world.member(id, spec(Class::Batch, 0.0), &[0], Some(DomainId(1000)));
+            world.member(
+                id,
+                UserId::default(),
+                spec(Class::Batch, 0.0),
+                &[0],
+                Some(DomainId(1000)),
+            );
         }
         for id in [5, 6] {
             world.tenant(id, spec(Class::Batch, 0.0), &[0]);

@@ -78,6 +78,7 @@ pub(crate) struct Group {
 
 #[derive(Clone, Debug)]
 struct Tenant {
+    user: UserId,
     spec: TenantSpec,
     groups: Vec<DomainId>,
     busy: bool,
@@ -179,13 +180,14 @@ impl World {
 
     /// A tenant whose process has a group on each of these devices.
     pub(crate) fn tenant(&mut self, id: u64, spec: TenantSpec, devices: &[usize]) {
-        self.member(id, spec, devices, None);
+        self.member(id, UserId::default(), spec, devices, None);
     }
 
-    /// The same as a member of this MPS group.
+    /// The same of this user, as a member of this MPS group.
     pub(crate) fn member(
         &mut self,
         id: u64,
+        user: UserId,
         spec: TenantSpec,
         devices: &[usize],
         shared: Option<DomainId>,
@@ -197,13 +199,14 @@ impl World {
             sleep_after: None,
         };
         let tenant = TenantId(id);
-        let event = Event::Tenant(tenant, UserId::default(), spec.clone());
+        let event = Event::Tenant(tenant, user, spec.clone());
         self.controller.handle(self.now, event);
         let groups = devices
             .iter()
             .map(|device| DomainId(id * 8 + *device as u64));
         let groups: Vec<DomainId> = groups.collect();
         let known = Tenant {
+            user,
             spec,
             groups: groups.clone(),
             busy: false,

@@ -165,16 +165,16 @@ impl World {
     /// The longest wait that the policy's bounds allow any tenant of these devices.
     pub(crate) fn wait_bound(&self) -> Micros {
         let bounds = (0..self.devices).flat_map(|device| {
-            let mut all: BTreeMap<DomainId, Vec<&TenantSpec>> = BTreeMap::new();
+            let mut all: BTreeMap<DomainId, (UserId, Vec<&TenantSpec>)> = BTreeMap::new();
             for (id, group) in self.groups.iter().filter(|(_, it)| it.device == device) {
                 let name = group.shared.unwrap_or(*id);
-                all.entry(name)
-                    .or_default()
-                    .push(&self.tenants[&group.tenant].spec);
+                let tenant = &self.tenants[&group.tenant];
+                let (_, members) = all.entry(name).or_insert((tenant.user, Vec::new()));
+                members.push(&tenant.spec);
             }
-            let tenants = all.into_iter().map(|(id, members)| TenantState {
+            let tenants = all.into_iter().map(|(id, (user, members))| TenantState {
                 id: TenantId(id.0),
-                user: UserId::default(),
+                user,
                 spec: space::combine(members),
             });
             let snapshot = Snapshot::of_tenants(tenants.collect());
