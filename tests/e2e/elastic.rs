@@ -3,7 +3,7 @@
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
 use rustix::process::Signal;
 
-use crate::memory::python;
+use crate::{TICKS, memory::python};
 
 /// Carries out lines of Python, one after the other.
 const COMMON: &str = r#"
@@ -226,6 +226,31 @@ fn borrower_that_is_frozen_gives_free_pages() {
     owner.runs("kept = get(2); begin_work(kept)");
     owner.runs("pages = get(188); verify(pages)");
     borrower.runs("verify(kept)");
+}
+
+/// All members are frozen for that, and go on.
+#[test]
+fn member_of_a_group_gives_free_pages_and_its_neighbour_goes_on() {
+    let group = "--class batch --trust team";
+    let Some((node, mut owner, mut borrower)) = two(group) else {
+        return;
+    };
+    let mut neighbour = Process::start(&mut node.tenant(&format!("{group} --name mate"), TICKS));
+    borrower.runs("pool.free(get(140)); kept = get(2); begin_work(kept)");
+    let shared = |name: &str| {
+        let tenant = node.wait_tenant(name, |it| it["domains"][0]["group"].is_u64());
+        (
+            tenant["domains"][0]["group"].as_u64(),
+            tenant["domains"][0]["freezes"].as_u64(),
+        )
+    };
+    let (before, mate) = (shared("borrower"), shared("mate"));
+    assert_eq!(before.0, mate.0);
+    owner.runs("pages = get(188); verify(pages)");
+    assert!(shared("borrower").1 > before.1 && shared("mate").1 > mate.1);
+    borrower.runs("verify(kept); assert pool.limits().taken > 0, pool.limits()");
+    assert_eq!(copied(&node, "borrower"), 0);
+    neighbour.wait_lines(neighbour.lines() + 10);
 }
 
 #[test]

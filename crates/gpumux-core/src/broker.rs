@@ -129,7 +129,8 @@ pub struct Activity {
     pub busy: bool,
     /// Since when it has had none.
     pub idle_since: Micros,
-    /// It is in an MPS group, whose members can be frozen only together: it is never moved.
+    /// It is in an MPS group, whose members are frozen only together: it is not kept frozen for memory on the host. What needs no copy is
+    /// taken.
     pub in_group: bool,
     /// A process of it is stopped with work under way (SIGSTOP, a debugger): it answers no order.
     #[serde(default)]

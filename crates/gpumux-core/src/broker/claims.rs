@@ -582,7 +582,7 @@ impl Broker {
         let mut holders: Vec<_> = (self.tenants.iter())
             .filter(|(id, it)| {
                 let rests = now >= it.not_before && now >= it.take_not_before;
-                **id != claim.tenant && it.place == Place::Home && !it.activity.in_group && rests
+                **id != claim.tenant && it.place == Place::Home && rests
             })
             .filter_map(|(id, it)| {
                 let all = self.accounting.droppables(*id, uuid);

@@ -56,6 +56,21 @@ fn caches_go_before_anything_is_copied() {
 }
 
 #[test]
+fn member_of_a_group_gives_what_needs_no_copy_and_no_more() {
+    let mut world = borrower(10, 15);
+    world.in_group.extend([1, 2].map(TenantId));
+    claim(&mut world);
+    assert!(!world.drops.is_empty() && !world.frozen.contains(&TenantId(1)));
+    world.tenant(3, Class::Standard, 20 * GIB);
+    world.ask(ProcessId(3), 1, 20 * GIB);
+    world.run_for(Micros::from_secs(60));
+    assert_eq!(
+        (world.moves.len(), world.grants.get(&(ProcessId(3), 1))),
+        (0, None)
+    );
+}
+
+#[test]
 fn caches_stay_while_a_claim_exceeds_its_guarantee() {
     let mut world = borrower(0, 50);
     // Its turn has not ended, and the request is no guarantee.

@@ -86,6 +86,7 @@ pub(crate) struct World {
     pub(crate) puppets: BTreeMap<ProcessId, Puppet>,
     pub(crate) busy: BTreeMap<TenantId, bool>,
     idle_since: BTreeMap<TenantId, Micros>,
+    pub(crate) in_group: BTreeSet<TenantId>,
     pub(crate) frozen: BTreeSet<TenantId>,
     /// Tenants that cannot be frozen: that is known only after so long.
     pub(crate) unfreezable: BTreeMap<TenantId, Micros>,
@@ -132,6 +133,7 @@ impl World {
             puppets: BTreeMap::new(),
             busy: BTreeMap::new(),
             idle_since: BTreeMap::new(),
+            in_group: BTreeSet::new(),
             frozen: BTreeSet::new(),
             unfreezable: BTreeMap::new(),
             queue: BTreeMap::new(),
@@ -229,7 +231,7 @@ impl World {
         Activity {
             busy: self.busy.get(&tenant).copied().unwrap_or(false),
             idle_since: since.saturating_sub(self.earlier),
-            in_group: false,
+            in_group: self.in_group.contains(&tenant),
             stopped: (self.puppets.values())
                 .any(|it| it.tenant == tenant && it.manner == Manner::Stopped),
         }

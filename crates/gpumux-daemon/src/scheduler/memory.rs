@@ -463,15 +463,21 @@ pub(super) fn terms(spec: &TenantSpec) -> Terms {
     }
 }
 
-/// Whether every group of a tenant is frozen. An error names the control that failed.
+/// Whether every group of a tenant is frozen, with all its members. An error names the control that failed.
 fn is_frozen(state: &State, tenant: TenantId) -> Result<bool, String> {
+    let mut own = state
+        .domains()
+        .filter(|it| it.who.tenant == tenant)
+        .peekable();
+    if own.peek().is_none() && state.is_in_group(tenant) {
+        return Err("it has not joined its MPS group yet".into());
+    }
     let mut frozen = true;
-    for domain in state.domains().filter(|it| it.who.tenant == tenant) {
-        let Some(known) = state.controller.domain(domain.who.id) else {
-            continue;
-        };
+    for known in own.flat_map(|it| state.controller.together(it.who.id)) {
         if known.is_faulty() {
-            return Err(domain.error.clone().unwrap_or_default());
+            let failed = state.domains().find(|it| it.who.id == known.state.id);
+            let error = failed.and_then(|it| it.error.clone());
+            return Err(error.unwrap_or_default());
         }
         frozen &= known.is_frozen();
     }
