@@ -285,6 +285,91 @@ fn pages_in_use_move_and_come_back_and_others_do_not() {
     borrower.runs("assert pool.touch(gone).count(None) >= 38");
 }
 
+/// A graph that writes a page, captured step by step.
+const CAPTURE: &str = r#"
+stream, graph, run = (ctypes.c_void_p() for _ in range(3))
+call("cuStreamCreate", ctypes.byref(stream), 1)
+def begin(mode):
+    global page
+    page = get(1)[0]
+    call("cuMemsetD32_v2", ctypes.c_uint64(pool.address + page * MIB), 0, ctypes.c_size_t(MIB // 4))
+    call("cuStreamBeginCapture_v2", stream, mode)
+    call("cuMemsetD32Async", ctypes.c_uint64(pool.address + page * MIB), page * 77 + 1, ctypes.c_size_t(MIB // 4), stream)
+def end():
+    call("cuStreamEndCapture", stream, ctypes.byref(graph))
+    call("cuGraphInstantiateWithFlags", ctypes.byref(run), graph, ctypes.c_uint64(0))
+    call("cuGraphLaunch", run, stream)
+    call("cuStreamSynchronize", stream)
+    verify([page])
+    pool.free([page])
+def change():
+    call("cuCtxSetCurrent", context)
+    pages = pool.alloc(100)
+    keys = pool.cached(pages[50:])
+    pool.free(pages[:50])
+    pool.trim()
+    pool.free([it for it in pool.touch(keys) if it is not None])
+    gpumux.kv.Pool(8 * MIB, MIB, granule_bytes=2 * MIB, fallback=False).close()
+    ranges.append(gpumux.kv._segment(8 * MIB, 0, None))
+def aside():
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+ranges = []
+"#;
+
+/// Modes: global, thread-local.
+#[test]
+fn memory_that_comes_and_goes_spoils_no_capture() {
+    let Some((_node, _owner, mut engine)) = two("") else {
+        return;
+    };
+    engine.runs(&format!("exec({CAPTURE:?})"));
+    for mode in [0, 1] {
+        engine.runs(&format!(
+            "begin({mode}); change(); aside(); end(); assert all(ranges) and len(ranges) == 2, ranges"
+        ));
+        engine.runs("[gpumux.kv._range_free(ranges.pop()) for _ in range(2)]; pool.trim()");
+    }
+}
+
+#[test]
+fn granules_are_taken_once_a_capture_has_ended() {
+    let Some((node, mut owner, mut engine)) = two("") else {
+        return;
+    };
+    engine.runs(&format!("exec({CAPTURE:?})"));
+    for mode in [0, 1] {
+        engine.runs(&format!("pool.free(get(150)); begin({mode})"));
+        owner.send("pages = get(180)");
+        node.wait_tenant("owner", |it| it["waits_for_memory"] == true);
+        engine.runs("aside()");
+        engine.runs("end(); pool.alloc(0)");
+        owner.wait();
+        owner.runs("verify(pages); pool.free(pages); pool.trim()");
+    }
+    engine.runs("assert pool.limits().taken > 0, pool.limits()");
+    assert_eq!(copied(&node, "borrower"), 0);
+}
+
+#[test]
+fn program_is_asked_for_no_caches_while_it_captures() {
+    let Some((node, mut owner, mut engine)) = two("") else {
+        return;
+    };
+    engine.runs(&format!("exec({CAPTURE:?})"));
+    engine.runs("calls = []; kept = get(170)");
+    // As `torch.cuda.empty_cache`.
+    engine.runs("gpumux.on_reclaim(lambda *_: calls.append(call('cuCtxSetCurrent', context)) or call('cuCtxSynchronize') or 0)");
+    engine.runs("begin(0)");
+    owner.send("pages = get(180)");
+    node.wait_tenant("owner", |it| it["waits_for_memory"] == true);
+    engine.runs("aside(); assert not calls; end()");
+    owner.wait();
+    owner.runs("verify(pages); pool.free(pages); pool.trim()");
+    engine.runs("verify(kept)");
+}
+
 #[test]
 fn pool_outlives_its_daemon() {
     let Some((mut node, _owner, mut borrower)) = two("") else {
