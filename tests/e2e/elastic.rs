@@ -253,6 +253,76 @@ fn member_of_a_group_gives_free_pages_and_its_neighbour_goes_on() {
     neighbour.wait_lines(neighbour.lines() + 10);
 }
 
+/// The texts of events about stopped processes.
+fn stops(node: &Node) -> Vec<String> {
+    let events = node.gpumux(["events", "--past", "--json"]).run().ok();
+    let events = events.out.lines().filter_map(|line| {
+        let event: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        (event["kind"] == "stopped").then(|| event["text"].as_str().unwrap_or("").to_owned())
+    });
+    events.collect()
+}
+
+/// A borrower that is stopped while it has memory that the other tenant is guaranteed.
+fn stopped(rule: &str, pages: &str) -> Option<(Node, Tenant, Tenant)> {
+    let (mut node, mut owner, mut borrower) = two("")?;
+    let file = node.dir().join("gpumux.toml");
+    std::fs::write(&file, format!("when_stopped = '{rule}'\n")).expect("room");
+    node.configure(["--config".into(), file.display().to_string()]);
+    node.stop_daemon();
+    node.start_daemon();
+    borrower.runs(pages);
+    borrower.process.signal(Signal::STOP);
+    owner.send("pages = get(190); verify(pages)");
+    Some((node, owner, borrower))
+}
+
+#[test]
+fn stopped_borrower_is_reported_and_gives_its_pages_when_it_goes_on() {
+    let Some((node, mut owner, mut borrower)) = stopped("report", "pool.free(get(160))") else {
+        return;
+    };
+    let text = wait_for("the report", PATIENCE, || stops(&node).pop());
+    assert!(
+        text.ends_with("has memory that others are guaranteed"),
+        "{text}"
+    );
+    assert_eq!(owner.process.lines(), owner.process.taken(), "it waits");
+    borrower.process.signal(Signal::CONT);
+    owner.wait();
+    borrower.runs("assert pool.limits().taken > 0");
+}
+
+#[test]
+fn stopped_borrower_goes_on_for_a_guarantee_if_configured() {
+    for pages in ["pool.free(get(160))", "pages = get(190)"] {
+        let Some((node, mut owner, borrower)) = stopped("continue", pages) else {
+            return;
+        };
+        owner.wait();
+        let texts = stops(&node);
+        assert!(
+            texts.iter().any(|it| it.ends_with("it was sent SIGCONT")),
+            "{texts:?}"
+        );
+        drop((owner, borrower));
+    }
+}
+
+#[test]
+fn stopped_borrower_ends_for_a_guarantee_if_configured() {
+    let Some((node, mut owner, borrower)) = stopped("end", "pages = get(190)") else {
+        return;
+    };
+    owner.wait();
+    assert_eq!(borrower.process.finish().code(), 137);
+    let texts = stops(&node);
+    assert!(
+        texts.iter().any(|it| it.ends_with("it was ended")),
+        "{texts:?}"
+    );
+}
+
 #[test]
 fn pages_of_a_killed_borrower_come_once_the_driver_freed_them() {
     let late = "release_ms = 3500";

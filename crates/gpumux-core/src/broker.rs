@@ -360,6 +360,8 @@ pub enum Command {
     },
     /// For the log: a move failed, and why.
     Failed(TenantId, MoveError),
+    /// A process has not answered an order for long, and has what others are guaranteed: it may be stopped.
+    Silent(ProcessId),
     /// For the log: a guarantee that this device has no room for.
     NotKept(TenantId, String, Overcommitted),
 }
@@ -618,6 +620,7 @@ impl Broker {
         if !self.unsettled {
             self.looked = now;
             self.expire(now, &mut out);
+            self.report_silent(now, &mut out);
             self.update_wants(now);
             self.start_sleeps(now, &mut out);
             self.serve(now, &mut out);
@@ -1033,6 +1036,7 @@ impl Broker {
                         false if now < hedge => leaving.round.deadline.min(hedge),
                         false => leaving.round.deadline,
                     });
+                    leaving.report.into_iter().for_each(&mut at);
                     leaving.gates_due().into_iter().for_each(&mut at);
                     leaving.drains_due().into_iter().for_each(&mut at);
                 }
@@ -1068,6 +1072,7 @@ impl Broker {
                         at(time);
                     }
                     maybe(&mut leaving.drains);
+                    maybe(&mut leaving.report);
                 }
                 Place::Returning(round) => {
                     at(&mut round.began);

@@ -102,6 +102,8 @@ pub(crate) struct World {
     pub(crate) moves: Vec<(Micros, TenantId, bool, u64)>,
     /// Whose moves failed.
     pub(crate) failed: Vec<TenantId>,
+    /// Processes that did not answer although others were guaranteed what they have, and when that was reported.
+    pub(crate) silent: Vec<(Micros, ProcessId)>,
     pub(crate) orders: u64,
     /// Bytes that were freed without a copy, and when.
     pub(crate) drops: Vec<(Micros, TenantId, u64)>,
@@ -146,6 +148,7 @@ impl World {
             asked: BTreeMap::new(),
             moves: Vec::new(),
             failed: Vec::new(),
+            silent: Vec::new(),
             orders: 0,
             drops: Vec::new(),
             starved: BTreeMap::new(),
