@@ -466,6 +466,37 @@ fn forked_child_has_no_pool_and_its_parent_keeps_it() {
     );
 }
 
+/// Of a model over two devices.
+#[test]
+fn pages_of_two_devices_come_together_or_not_at_all() {
+    if real() {
+        return eprintln!("SKIPPED: the device is too large to fill in a test");
+    }
+    let node = Node::with(Options {
+        memory: 320 << 20,
+        devices: 2,
+        ..Options::default()
+    });
+    let other =
+        "other = gpumux.kv.Pool(256 * MIB, MIB, device=1, granule_bytes=2 * MIB, fallback=False)";
+    let start = |options: &str| {
+        let mut tenant = Tenant::start(&node, options)?;
+        tenant.runs(other);
+        Some(tenant)
+    };
+    let Some(mut neighbour) = start("--name neighbour") else {
+        return;
+    };
+    let mut job = start("--name job --memory-policy wait").expect("as the other");
+    neighbour.runs("pages = other.alloc(200)");
+    job.runs("assert gpumux.kv.alloc_together([pool, other], 150) is None");
+    job.runs("assert [it.limits().in_use for it in (pool, other)] == [0, 0]");
+    // What it got of the first is others' again.
+    neighbour.runs("first = get(190); verify(first)");
+    neighbour.runs("pool.free(first); pool.trim(); other.free(pages); other.trim()");
+    job.runs("both = gpumux.kv.alloc_together([pool, other], 150); assert [len(it) for it in both] == [150, 150]");
+}
+
 /// As PyTorch's allocator takes and frees segments: no Python runs in it, and its threads may have called nothing of CUDA before.
 #[test]
 fn segment_is_all_in_use_and_its_memory_comes_back() {
