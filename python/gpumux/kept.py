@@ -124,7 +124,10 @@ class Buffer:
         self._check_open()
         self._closed = True
         if self.kind == "device":
-            self._driver.free(self.address)
+            try:
+                self._driver.free(self.address)
+            except kv.PoolError as error:
+                raise KeptError(f"{self.name!r} cannot be freed: {error}") from None
         elif answer := _end(self.address):
             raise KeptError(f"{self.name!r} cannot be freed: {_WHY.get(answer, answer)}")
 

@@ -619,6 +619,24 @@ def _dtype(name: str) -> tuple[int, int]:
     return _CODES[kind], bits
 
 
+def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> list[list[int]] | None:
+    """So many pages of each pool, such as those of one model on several GPUs, all or none: None when one of them has no room for them
+    within about `wait_s`."""
+    deadline = time.monotonic() + min(max(0.0, float(wait_s)), _LONGEST_S)
+    found: list[list[int]] = []
+    try:
+        for pool in pools:
+            pages = pool.alloc(count, max(0.0, deadline - time.monotonic()))
+            if pages is None:
+                return None
+            found.append(pages)
+        given, found = found, []
+        return given
+    finally:
+        for pool, pages in zip(pools, found):
+            pool.free(pages)
+
+
 class Tensor:
     """A pool's pages, or a part of a kept buffer, as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`)."""
 

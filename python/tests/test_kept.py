@@ -78,6 +78,15 @@ class Buffers(unittest.TestCase):
             with self.assertRaises(kept.KeptError):
                 kept.Buffer("a", 100, fallback=False)
 
+    def test_ordinary_memory_that_cannot_be_freed_is_an_error_of_its_own(self) -> None:
+        self.with_library(None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            buffer = kept.Buffer("a", 100)
+        self.driver.failing["cuMemFree_v2"] = 201
+        with self.assertRaisesRegex(kept.KeptError, "'a' cannot be freed: cuMemFree_v2 answers CUDA_ERROR_INVALID_CONTEXT"):
+            buffer.end()
+
     def test_buffer_on_another_device_changes_no_current_device(self) -> None:
         for library in (None, Library(kept._DONE), Library(2)):
             self.with_library(library)

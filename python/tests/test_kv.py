@@ -341,6 +341,20 @@ class Driver:
         return self.done("cuStreamSynchronize")
 
 
+class Together(unittest.TestCase):
+    def test_pages_of_all_pools_come_or_none(self) -> None:
+        pools = [made(8 * MIB, MIB, granule_bytes=2 * MIB) for _ in range(2)]
+        pools[1]._memory.room = 2
+        self.assertIsNone(kv.alloc_together(pools, 6, wait_s=0))
+        self.assertEqual([pool.limits().in_use for pool in pools], [0, 0])
+        found = kv.alloc_together(pools, 4, wait_s=0)
+        assert found
+        self.assertEqual([len(it) for it in found], [4, 4])
+        with self.assertRaises(ValueError):
+            kv.alloc_together([*pools, pools[0]], -1)
+        self.assertEqual([pool.limits().in_use for pool in pools], [4 * MIB, 4 * MIB])
+
+
 class Devices(unittest.TestCase):
     def with_driver(self, driver: Driver) -> Driver:
         patch = mock.patch.object(kv.ctypes, "CDLL", return_value=driver)

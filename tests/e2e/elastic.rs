@@ -3,7 +3,7 @@
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
 use rustix::process::Signal;
 
-use crate::memory::python;
+use crate::{TICKS, memory::python};
 
 /// Carries out lines of Python, one after the other.
 const COMMON: &str = r#"
@@ -228,6 +228,101 @@ fn borrower_that_is_frozen_gives_free_pages() {
     borrower.runs("verify(kept)");
 }
 
+/// All members are frozen for that, and go on.
+#[test]
+fn member_of_a_group_gives_free_pages_and_its_neighbour_goes_on() {
+    let group = "--class batch --trust team";
+    let Some((node, mut owner, mut borrower)) = two(group) else {
+        return;
+    };
+    let mut neighbour = Process::start(&mut node.tenant(&format!("{group} --name mate"), TICKS));
+    borrower.runs("pool.free(get(140)); kept = get(2); begin_work(kept)");
+    let shared = |name: &str| {
+        let tenant = node.wait_tenant(name, |it| it["domains"][0]["group"].is_u64());
+        (
+            tenant["domains"][0]["group"].as_u64(),
+            tenant["domains"][0]["freezes"].as_u64(),
+        )
+    };
+    let (before, mate) = (shared("borrower"), shared("mate"));
+    assert_eq!(before.0, mate.0);
+    owner.runs("pages = get(188); verify(pages)");
+    assert!(shared("borrower").1 > before.1 && shared("mate").1 > mate.1);
+    borrower.runs("verify(kept); assert pool.limits().taken > 0, pool.limits()");
+    assert_eq!(copied(&node, "borrower"), 0);
+    neighbour.wait_lines(neighbour.lines() + 10);
+}
+
+/// The texts of events about stopped processes.
+fn stops(node: &Node) -> Vec<String> {
+    let events = node.gpumux(["events", "--past", "--json"]).run().ok();
+    let events = events.out.lines().filter_map(|line| {
+        let event: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        (event["kind"] == "stopped").then(|| event["text"].as_str().unwrap_or("").to_owned())
+    });
+    events.collect()
+}
+
+/// A borrower that is stopped while it has memory that the other tenant is guaranteed.
+fn stopped(rule: &str, pages: &str) -> Option<(Node, Tenant, Tenant)> {
+    let (mut node, mut owner, mut borrower) = two("")?;
+    let file = node.dir().join("gpumux.toml");
+    std::fs::write(&file, format!("when_stopped = '{rule}'\n")).expect("room");
+    node.configure(["--config".into(), file.display().to_string()]);
+    node.stop_daemon();
+    node.start_daemon();
+    borrower.runs(pages);
+    borrower.process.signal(Signal::STOP);
+    owner.send("pages = get(190); verify(pages)");
+    Some((node, owner, borrower))
+}
+
+#[test]
+fn stopped_borrower_is_reported_and_gives_its_pages_when_it_goes_on() {
+    let Some((node, mut owner, mut borrower)) = stopped("report", "pool.free(get(160))") else {
+        return;
+    };
+    let text = wait_for("the report", PATIENCE, || stops(&node).pop());
+    assert!(
+        text.ends_with("has memory that others are guaranteed"),
+        "{text}"
+    );
+    assert_eq!(owner.process.lines(), owner.process.taken(), "it waits");
+    borrower.process.signal(Signal::CONT);
+    owner.wait();
+    borrower.runs("assert pool.limits().taken > 0");
+}
+
+#[test]
+fn stopped_borrower_goes_on_for_a_guarantee_if_configured() {
+    for pages in ["pool.free(get(160))", "pages = get(190)"] {
+        let Some((node, mut owner, borrower)) = stopped("continue", pages) else {
+            return;
+        };
+        owner.wait();
+        let texts = stops(&node);
+        assert!(
+            texts.iter().any(|it| it.ends_with("it was sent SIGCONT")),
+            "{texts:?}"
+        );
+        drop((owner, borrower));
+    }
+}
+
+#[test]
+fn stopped_borrower_ends_for_a_guarantee_if_configured() {
+    let Some((node, mut owner, borrower)) = stopped("end", "pages = get(190)") else {
+        return;
+    };
+    owner.wait();
+    assert_eq!(borrower.process.finish().code(), 137);
+    let texts = stops(&node);
+    assert!(
+        texts.iter().any(|it| it.ends_with("it was ended")),
+        "{texts:?}"
+    );
+}
+
 #[test]
 fn pages_of_a_killed_borrower_come_once_the_driver_freed_them() {
     let late = "release_ms = 3500";
@@ -260,6 +355,91 @@ fn pages_in_use_move_and_come_back_and_others_do_not() {
     borrower.runs("assert pool.touch(gone).count(None) >= 38");
 }
 
+/// A graph that writes a page, captured step by step.
+const CAPTURE: &str = r#"
+stream, graph, run = (ctypes.c_void_p() for _ in range(3))
+call("cuStreamCreate", ctypes.byref(stream), 1)
+def begin(mode):
+    global page
+    page = get(1)[0]
+    call("cuMemsetD32_v2", ctypes.c_uint64(pool.address + page * MIB), 0, ctypes.c_size_t(MIB // 4))
+    call("cuStreamBeginCapture_v2", stream, mode)
+    call("cuMemsetD32Async", ctypes.c_uint64(pool.address + page * MIB), page * 77 + 1, ctypes.c_size_t(MIB // 4), stream)
+def end():
+    call("cuStreamEndCapture", stream, ctypes.byref(graph))
+    call("cuGraphInstantiateWithFlags", ctypes.byref(run), graph, ctypes.c_uint64(0))
+    call("cuGraphLaunch", run, stream)
+    call("cuStreamSynchronize", stream)
+    verify([page])
+    pool.free([page])
+def change():
+    call("cuCtxSetCurrent", context)
+    pages = pool.alloc(100)
+    keys = pool.cached(pages[50:])
+    pool.free(pages[:50])
+    pool.trim()
+    pool.free([it for it in pool.touch(keys) if it is not None])
+    gpumux.kv.Pool(8 * MIB, MIB, granule_bytes=2 * MIB, fallback=False).close()
+    ranges.append(gpumux.kv._segment(8 * MIB, 0, None))
+def aside():
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+ranges = []
+"#;
+
+/// Modes: global, thread-local.
+#[test]
+fn memory_that_comes_and_goes_spoils_no_capture() {
+    let Some((_node, _owner, mut engine)) = two("") else {
+        return;
+    };
+    engine.runs(&format!("exec({CAPTURE:?})"));
+    for mode in [0, 1] {
+        engine.runs(&format!(
+            "begin({mode}); change(); aside(); end(); assert all(ranges) and len(ranges) == 2, ranges"
+        ));
+        engine.runs("[gpumux.kv._range_free(ranges.pop()) for _ in range(2)]; pool.trim()");
+    }
+}
+
+#[test]
+fn granules_are_taken_once_a_capture_has_ended() {
+    let Some((node, mut owner, mut engine)) = two("") else {
+        return;
+    };
+    engine.runs(&format!("exec({CAPTURE:?})"));
+    for mode in [0, 1] {
+        engine.runs(&format!("pool.free(get(150)); begin({mode})"));
+        owner.send("pages = get(180)");
+        node.wait_tenant("owner", |it| it["waits_for_memory"] == true);
+        engine.runs("aside()");
+        engine.runs("end(); pool.alloc(0)");
+        owner.wait();
+        owner.runs("verify(pages); pool.free(pages); pool.trim()");
+    }
+    engine.runs("assert pool.limits().taken > 0, pool.limits()");
+    assert_eq!(copied(&node, "borrower"), 0);
+}
+
+#[test]
+fn program_is_asked_for_no_caches_while_it_captures() {
+    let Some((node, mut owner, mut engine)) = two("") else {
+        return;
+    };
+    engine.runs(&format!("exec({CAPTURE:?})"));
+    engine.runs("calls = []; kept = get(170)");
+    // As `torch.cuda.empty_cache`.
+    engine.runs("gpumux.on_reclaim(lambda *_: calls.append(call('cuCtxSetCurrent', context)) or call('cuCtxSynchronize') or 0)");
+    engine.runs("begin(0)");
+    owner.send("pages = get(180)");
+    node.wait_tenant("owner", |it| it["waits_for_memory"] == true);
+    engine.runs("aside(); assert not calls; end()");
+    owner.wait();
+    owner.runs("verify(pages); pool.free(pages); pool.trim()");
+    engine.runs("verify(kept)");
+}
+
 #[test]
 fn pool_outlives_its_daemon() {
     let Some((mut node, _owner, mut borrower)) = two("") else {
@@ -284,6 +464,37 @@ fn forked_child_has_no_pool_and_its_parent_keeps_it() {
     borrower.runs(
         "assert os.waitpid(child, 0)[1] == 0; verify(kept); pages = get(60); verify(kept + pages)",
     );
+}
+
+/// Of a model over two devices.
+#[test]
+fn pages_of_two_devices_come_together_or_not_at_all() {
+    if real() {
+        return eprintln!("SKIPPED: the device is too large to fill in a test");
+    }
+    let node = Node::with(Options {
+        memory: 320 << 20,
+        devices: 2,
+        ..Options::default()
+    });
+    let other =
+        "other = gpumux.kv.Pool(256 * MIB, MIB, device=1, granule_bytes=2 * MIB, fallback=False)";
+    let start = |options: &str| {
+        let mut tenant = Tenant::start(&node, options)?;
+        tenant.runs(other);
+        Some(tenant)
+    };
+    let Some(mut neighbour) = start("--name neighbour") else {
+        return;
+    };
+    let mut job = start("--name job --memory-policy wait").expect("as the other");
+    neighbour.runs("pages = other.alloc(200)");
+    job.runs("assert gpumux.kv.alloc_together([pool, other], 150) is None");
+    job.runs("assert [it.limits().in_use for it in (pool, other)] == [0, 0]");
+    // What it got of the first is others' again.
+    neighbour.runs("first = get(190); verify(first)");
+    neighbour.runs("pool.free(first); pool.trim(); other.free(pages); other.trim()");
+    job.runs("both = gpumux.kv.alloc_together([pool, other], 150); assert [len(it) for it in both] == [150, 150]");
 }
 
 /// As PyTorch's allocator takes and frees segments: no Python runs in it, and its threads may have called nothing of CUDA before.

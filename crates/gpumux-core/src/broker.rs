@@ -129,7 +129,8 @@ pub struct Activity {
     pub busy: bool,
     /// Since when it has had none.
     pub idle_since: Micros,
-    /// It is in an MPS group, whose members can be frozen only together: it is never moved.
+    /// It is in an MPS group, whose members are frozen only together: it is not kept frozen for memory on the host. What needs no copy is
+    /// taken.
     pub in_group: bool,
     /// A process of it is stopped with work under way (SIGSTOP, a debugger): it answers no order.
     #[serde(default)]
@@ -359,6 +360,8 @@ pub enum Command {
     },
     /// For the log: a move failed, and why.
     Failed(TenantId, MoveError),
+    /// A process has not answered an order for long, and has what others are guaranteed: it may be stopped.
+    Silent(ProcessId),
     /// For the log: a guarantee that this device has no room for.
     NotKept(TenantId, String, Overcommitted),
 }
@@ -617,6 +620,7 @@ impl Broker {
         if !self.unsettled {
             self.looked = now;
             self.expire(now, &mut out);
+            self.report_silent(now, &mut out);
             self.update_wants(now);
             self.start_sleeps(now, &mut out);
             self.serve(now, &mut out);
@@ -1032,6 +1036,7 @@ impl Broker {
                         false if now < hedge => leaving.round.deadline.min(hedge),
                         false => leaving.round.deadline,
                     });
+                    leaving.report.into_iter().for_each(&mut at);
                     leaving.gates_due().into_iter().for_each(&mut at);
                     leaving.drains_due().into_iter().for_each(&mut at);
                 }
@@ -1067,6 +1072,7 @@ impl Broker {
                         at(time);
                     }
                     maybe(&mut leaving.drains);
+                    maybe(&mut leaving.report);
                 }
                 Place::Returning(round) => {
                     at(&mut round.began);

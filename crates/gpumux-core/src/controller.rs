@@ -277,6 +277,14 @@ impl Controller {
         devices.find_map(|device| device.domains.get(&id))
     }
 
+    /// A domain, and the other members of its group: they are frozen together.
+    pub fn together(&self, id: DomainId) -> impl Iterator<Item = &Domain> {
+        let own = self.domain(id);
+        let at = own.and_then(|_| self.device_of(id));
+        let all = at.into_iter().flat_map(|at| self.domains(at));
+        all.filter(move |it| own.is_some_and(|own| own.planned_as() == it.planned_as()))
+    }
+
     /// A tenant's class.
     pub fn class_of(&self, tenant: TenantId) -> Class {
         let known = self.tenants.get(&tenant);
@@ -429,11 +437,12 @@ impl Controller {
                 let domain = device.change(now, id);
                 domain.into_iter().for_each(|it| it.set_demand(demand, now));
             }
-            Event::SwappedOut(_, swapped_out) if domain.swapped_out != swapped_out => {
+            Event::SwappedOut(_, away) if domain.away != away => {
                 let forgets = self.mutation == Some(Mutation::ForgetSwapped);
                 if let Some(domain) = device.change(now, id).filter(|_| !forgets) {
-                    domain.swapped_out = swapped_out;
-                    domain.state.pinned = swapped_out.then_some(RunState::Frozen);
+                    domain.away = away;
+                    let name = domain.planned_as();
+                    device.park(name);
                 }
             }
             Event::Found(_, found) if domain.state.timeslice != found && !domain.is_faulty() => {
@@ -482,6 +491,7 @@ impl Controller {
         device.dirty = true;
         let before = device.accounts.get(new.group.unwrap_or(new.id));
         device.domains.insert(new.id, Domain::new(new, now, before));
+        device.park(new.group.unwrap_or(new.id));
     }
 
     fn ended(&mut self, now: Micros, command: u64, outcome: Outcome) {

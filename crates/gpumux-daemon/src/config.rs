@@ -49,6 +49,9 @@ pub struct Config {
     pub tenants: BTreeMap<String, DeclaredTenant>,
     /// The host's memory that moved memory may take.
     pub host_memory: HostMemory,
+    /// What is done about a process that is stopped (SIGSTOP, a debugger) while its tenant has memory above its guarantee that another
+    /// tenant is guaranteed: `report`, `continue` (SIGCONT) or `end` (SIGKILL).
+    pub when_stopped: WhenStopped,
     /// NVML's library. Unset: `GPUMUX_NVML`, else the system's.
     pub nvml: Option<PathBuf>,
     /// NVIDIA's MPS control program, which groups are made with. Unset: `GPUMUX_MPS_CONTROL`, else the system's.
@@ -80,6 +83,19 @@ pub struct HostMemory {
     pub location: Option<PathBuf>,
     /// Whether it is overwritten with zeros once its contents are back on the device.
     pub scrub: bool,
+}
+
+/// What is done about a stopped process that has memory which others are guaranteed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WhenStopped {
+    /// Nothing but the report: it gives its memory when it goes on.
+    #[default]
+    Report,
+    /// It is sent SIGCONT.
+    Continue,
+    /// It is ended.
+    End,
 }
 
 /// A size as people write it.
@@ -231,6 +247,7 @@ impl Default for Config {
             tampering: TamperRule::default(),
             tenants: BTreeMap::new(),
             host_memory: HostMemory::default(),
+            when_stopped: WhenStopped::default(),
             nvml: path("GPUMUX_NVML"),
             mps_control: path("GPUMUX_MPS_CONTROL"),
             emulated: path("GPUMUX_EMU_SOCKET"),
@@ -474,7 +491,7 @@ mod tests {
             "PathBuf" => "path",
             "String" => "text",
             "bool" => "true or false",
-            "Then" | "Mechanism" => "text",
+            "Then" | "Mechanism" | "WhenStopped" => "text",
             "usize" | "u64" | "u32" | "f64" => "number",
             "Amount" => "size or percentage",
             "BTreeSet<Class>" | "Vec<String>" => "list of texts",

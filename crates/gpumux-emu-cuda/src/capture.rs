@@ -1,8 +1,11 @@
 //! Captures: what streams would have submitted, recorded in order, by lane: one for each stream that takes part.
 
-use std::sync::{
-    Arc, Mutex, Weak,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::{self, ThreadId},
 };
 
 use gpumux_emu::protocol::Work;
@@ -26,6 +29,10 @@ pub(crate) struct Node {
 /// A capture that goes on.
 struct Capture {
     id: u64,
+    /// The thread that began it, in which mode and context.
+    thread: ThreadId,
+    mode: i32,
+    context: usize,
     nodes: Vec<Node>,
     /// Of the streams that take part; the first began it.
     slots: Vec<Weak<Slot>>,
@@ -119,8 +126,44 @@ impl CapturedMark {
     }
 }
 
+/// `CU_STREAM_CAPTURE_MODE_GLOBAL` and `CU_STREAM_CAPTURE_MODE_RELAXED`
+const GLOBAL: i32 = 0;
+const RELAXED: i32 = 2;
+
+/// The captures of this process, also some that have ended.
+static ALL: Mutex<Vec<Weak<Mutex<Capture>>>> = Mutex::new(Vec::new());
+
+/// Fails, and spoils the captures, if a call cannot be made during one of those that go on.
+fn refuse(forbids: impl Fn(&Capture) -> bool) -> Result {
+    let mut refused = Ok(());
+    lock(&ALL).retain(|it| {
+        let Some(capture) = it.upgrade() else {
+            return false;
+        };
+        let mut capture = lock(&capture);
+        if !capture.ended && forbids(&capture) {
+            capture.valid = false;
+            refused = Err(CuError::STREAM_CAPTURE_UNSUPPORTED);
+        }
+        !capture.ended
+    });
+    refused
+}
+
+/// A call of this thread, in this mode, that the driver calls unsafe since it may wait for the device.
+pub(crate) fn refuse_unsafe(mode: i32) -> Result {
+    let own = thread::current().id();
+    let global = |it: &Capture| mode == GLOBAL && it.mode == GLOBAL;
+    refuse(|it| mode != RELAXED && it.mode != RELAXED && (it.thread == own || global(it)))
+}
+
+/// A call that waits for all work of a context.
+pub(crate) fn refuse_wait(context: usize) -> Result {
+    refuse(|it| it.context == context)
+}
+
 /// Begins a capture.
-pub(crate) fn begin(slot: &Arc<Slot>) -> Result {
+pub(crate) fn begin(slot: &Arc<Slot>, mode: i32, context: usize) -> Result {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let mut held = lock(slot);
     if held.is_some() {
@@ -128,15 +171,17 @@ pub(crate) fn begin(slot: &Arc<Slot>) -> Result {
     }
     let capture = Capture {
         id: NEXT.fetch_add(1, Ordering::Relaxed),
+        thread: thread::current().id(),
+        mode,
+        context,
         nodes: Vec::new(),
         slots: vec![Arc::downgrade(slot)],
         valid: true,
         ended: false,
     };
-    *held = Some(Lane {
-        capture: Arc::new(Mutex::new(capture)),
-        index: 0,
-    });
+    let capture = Arc::new(Mutex::new(capture));
+    lock(&ALL).push(Arc::downgrade(&capture));
+    *held = Some(Lane { capture, index: 0 });
     Ok(())
 }
 
@@ -222,5 +267,34 @@ mod tests {
         assert!(!joined(&early, 2));
         let whole = [fork.to_vec(), vec![node(0, Some(2))]].concat();
         assert!(joined(&whole, 2));
+    }
+
+    /// What an H200 does (driver 580.159.04).
+    #[test]
+    fn unsafe_calls_are_refused_and_spoil_captures_by_mode() {
+        const LOCAL: i32 = 1;
+        let spoils = |mode, call: &(dyn Fn() -> Result + Sync), elsewhere: bool| {
+            let slot = Arc::<Slot>::default();
+            begin(&slot, mode, 77).unwrap();
+            let refused = match elsewhere {
+                true => thread::scope(|it| it.spawn(call).join().unwrap()),
+                false => call(),
+            };
+            assert_eq!(refused.is_err(), end(&slot).is_err(), "{mode}");
+            refused.is_err()
+        };
+        let unsafe_call = || refuse_unsafe(GLOBAL);
+        let all = [GLOBAL, LOCAL, RELAXED];
+        assert_eq!(
+            all.map(|it| spoils(it, &unsafe_call, false)),
+            [true, true, false]
+        );
+        assert_eq!(
+            all.map(|it| spoils(it, &unsafe_call, true)),
+            [true, false, false]
+        );
+        assert!(!spoils(GLOBAL, &|| refuse_unsafe(RELAXED), true));
+        assert!(all.iter().all(|it| spoils(*it, &|| refuse_wait(77), true)));
+        assert!(!spoils(GLOBAL, &|| refuse_wait(78), false));
     }
 }

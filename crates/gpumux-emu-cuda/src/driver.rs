@@ -160,8 +160,8 @@ exports! { FUNCTIONS by cuda;
     cuCtxGetFlags(flags: Out<c_uint>) => flags.put(current()?.flags);
     cuCtxGetId(handle: Handle, id: Out<c_ulonglong>) => id.put(context(handle)?.id);
     cuCtxGetApiVersion(handle: Handle, version: Out<c_uint>) => context(handle).and_then(|_| version.put(3020));
-    cuCtxSynchronize() => current()?.synchronize();
-    cuCtxSynchronize_v2(handle: Handle) => context(handle)?.synchronize();
+    cuCtxSynchronize() => graph::synchronize(&*current()?);
+    cuCtxSynchronize_v2(handle: Handle) => graph::synchronize(&*context(handle)?);
     cuCtxGetLimit(value: Out<usize>, limit: c_int) => { current()?; value.put(limit_of(limit)?) };
     cuCtxSetLimit(limit: c_int, _value: usize) => { current()?; limit_of(limit).map(drop) };
     cuCtxGetStreamPriorityRange(least: Out<c_int>, greatest: Out<c_int>) => {
@@ -473,6 +473,7 @@ fn limit_of(limit: c_int) -> Result<usize> {
 fn allocate(bytes: u64) -> Result<u64> {
     let context = current()?;
     context.check()?;
+    graph::refuse_unsafe()?;
     memory::alloc(context.device.index, context.handle(), bytes)
 }
 

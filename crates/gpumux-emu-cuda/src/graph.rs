@@ -33,7 +33,7 @@ pub(crate) fn begin(stream_handle: usize, mode: i32) -> Result {
     if stream.id == context.legacy.id {
         return Err(CuError::STREAM_CAPTURE_UNSUPPORTED);
     }
-    capture::begin(&stream.capture)
+    capture::begin(&stream.capture, mode, context.handle())
 }
 
 /// Ends a capture; the graph's handle.
@@ -51,12 +51,23 @@ thread_local! {
     static MODE: Cell<i32> = const { Cell::new(0) };
 }
 
-/// Swaps the thread's capture mode. Nothing depends on it: unsafe calls are never refused here.
+/// Swaps the thread's capture mode.
 pub(crate) fn exchange_mode(mode: i32) -> Result<i32> {
     if !(0..=2).contains(&mode) {
         return Err(CuError::INVALID_VALUE);
     }
     Ok(MODE.replace(mode))
+}
+
+/// What precedes a call that the driver calls unsafe during captures. Those that map memory are not (H200, driver 580.159.04).
+pub(crate) fn refuse_unsafe() -> Result {
+    capture::refuse_unsafe(MODE.get())
+}
+
+/// Waits for all work of a context.
+pub(crate) fn synchronize(context: &Context) -> Result {
+    capture::refuse_wait(context.handle())?;
+    context.synchronize()
 }
 
 /// A graph.

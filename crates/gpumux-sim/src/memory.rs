@@ -250,6 +250,7 @@ impl Memory {
             | Command::Answer(..)
             | Command::Shown { .. }
             | Command::Failed(..)
+            | Command::Silent(_)
             | Command::NotKept(..) => {}
         }
     }

@@ -144,9 +144,28 @@ impl Broker {
     pub(super) fn is_needed<'a>(
         &self,
         id: TenantId,
+        devices: impl Iterator<Item = &'a String>,
+    ) -> bool {
+        self.is_needed_for(&self.claims(), id, devices)
+    }
+
+    /// The same for claims within a guarantee.
+    pub(super) fn is_guaranteed_to_others<'a>(
+        &self,
+        id: TenantId,
+        devices: impl Iterator<Item = &'a String>,
+    ) -> bool {
+        let mut claims = self.claims();
+        claims.retain(|it| it.entitled);
+        self.is_needed_for(&claims, id, devices)
+    }
+
+    fn is_needed_for<'a>(
+        &self,
+        claims: &[Claim],
+        id: TenantId,
         mut devices: impl Iterator<Item = &'a String>,
     ) -> bool {
-        let claims = self.claims();
         let nothing = Aside::default();
         devices.any(|uuid| {
             let lacks = |claim: &Claim| {
@@ -582,7 +601,7 @@ impl Broker {
         let mut holders: Vec<_> = (self.tenants.iter())
             .filter(|(id, it)| {
                 let rests = now >= it.not_before && now >= it.take_not_before;
-                **id != claim.tenant && it.place == Place::Home && !it.activity.in_group && rests
+                **id != claim.tenant && it.place == Place::Home && rests
             })
             .filter_map(|(id, it)| {
                 let all = self.accounting.droppables(*id, uuid);

@@ -86,6 +86,8 @@ pub(super) struct Leaving {
     pub(super) more: bool,
     /// A user asked for the move before this one.
     pub(super) asked: bool,
+    /// When its processes that have not answered are reported, if others are guaranteed what they have.
+    pub(super) report: Option<Micros>,
     pub(super) why: Why,
 }
 

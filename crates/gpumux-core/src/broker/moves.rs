@@ -88,6 +88,7 @@ impl Broker {
             drains: None,
             more,
             asked,
+            report: Some(now + HEDGE),
             why,
         };
         leaving.give_orders(out);
@@ -247,6 +248,7 @@ impl Broker {
             drains: None,
             more: false,
             asked: false,
+            report: Some(now + HEDGE),
             why: Why::Drop,
         };
         leaving.give_orders(out);
@@ -391,6 +393,7 @@ impl Broker {
         leaving.step = Step::Out;
         leaving.round.op = self.ops;
         leaving.round.deadline = now + if leaving.drops() { TAKE } else { MOVE };
+        leaving.report = Some(now + HEDGE);
         leaving.round.waiting = leaving.orders.keys().copied().collect();
         // A process that has ended since has nothing.
         (leaving.round.waiting).retain(|process| self.processes.contains_key(process));
@@ -681,6 +684,7 @@ impl Broker {
                     }
                     Step::Out => {
                         leaving.round.late = true;
+                        leaving.report = Some(now);
                         if leaving.drops() {
                             tenant.failed(now, self.mutation);
                         }
@@ -712,6 +716,29 @@ impl Broker {
         for reclaim in self.reclaims.values_mut() {
             if reclaim.until <= now {
                 reclaim.waiting.clear();
+            }
+        }
+    }
+
+    /// Reports processes that have not answered for long, where others are guaranteed what their tenant has above its own guarantee.
+    pub(super) fn report_silent(&mut self, now: Micros, out: &mut Vec<Command>) {
+        let due = |tenant: &Tenant| match &tenant.place {
+            Place::Leaving(it) => it.report.is_some_and(|at| at <= now),
+            _ => false,
+        };
+        let ids: Vec<TenantId> = (self.tenants.iter().filter(|(_, it)| due(it)))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ids {
+            let Some(Place::Leaving(leaving)) = self.tenants.get_mut(&id).map(|it| &mut it.place)
+            else {
+                continue;
+            };
+            leaving.report = None;
+            let (waiting, parts) = (leaving.round.waiting.clone(), leaving.parts.clone());
+            let borrows = |uuid: &&String| self.accounting.entry(id, uuid).borrowed() > 0;
+            if self.is_guaranteed_to_others(id, parts.keys().filter(borrows)) {
+                out.extend(waiting.into_iter().map(Command::Silent));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! One device under control: its domains, their accounts, and the plan that is being carried out.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     sync::Arc,
 };
 
@@ -228,6 +228,20 @@ impl Device {
         self.domains.get_mut(&id)
     }
 
+    /// A group is one channel group on the device: while the memory of one member is away, none runs.
+    pub(super) fn park(&mut self, name: DomainId) {
+        let members = || self.domains.values().filter(|it| it.planned_as() == name);
+        let is_away = members().any(|it| it.away);
+        for domain in self
+            .domains
+            .values_mut()
+            .filter(|it| it.planned_as() == name)
+        {
+            domain.swapped_out = is_away;
+            domain.state.pinned = is_away.then_some(RunState::Frozen);
+        }
+    }
+
     pub(super) fn left_behind(&mut self, now: Micros, group: DomainId, since: Option<Micros>) {
         self.account(now);
         self.dirty = true;
@@ -240,8 +254,9 @@ impl Device {
     pub(super) fn remove(&mut self, now: Micros, id: DomainId) {
         self.account(now);
         self.dirty = true;
-        self.domains.remove(&id);
+        let gone = self.domains.remove(&id);
         self.unfrozen.remove(&id);
+        gone.into_iter().for_each(|it| self.park(it.planned_as()));
     }
 
     /// A control of this domain failed.
@@ -369,9 +384,11 @@ impl Device {
     pub(super) fn adopt(&mut self, now: Micros, mut plan: Plan, reverse: bool) {
         self.dirty = false;
         self.next = plan.next.map(|next| next.max(now + HURRY));
+        let away = self.domains.values().filter(|it| it.swapped_out);
+        let away: BTreeSet<DomainId> = away.map(Domain::planned_as).collect();
         for want in &mut plan.domains {
             // Whatever the policy made of it.
-            if self.domains.get(&want.id).is_some_and(|it| it.swapped_out) {
+            if away.contains(&want.id) {
                 (want.run, want.reason) = (RunState::Frozen, AWAY);
             }
         }

@@ -57,6 +57,8 @@ pub struct Domain {
     /// Why it runs or not, in a few words.
     pub reason: &'static str,
     /// Its memory is away.
+    pub(super) away: bool,
+    /// It stays frozen: its memory is away, or that of another member of its group.
     pub swapped_out: bool,
     /// When it was certainly frozen.
     pub course: Course,
@@ -107,6 +109,7 @@ impl Domain {
             },
             group: new.group,
             reason: "new",
+            away: false,
             swapped_out: false,
             course: Course::default(),
             default: new.default,

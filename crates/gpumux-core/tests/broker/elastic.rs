@@ -2,7 +2,7 @@
 
 use gpumux_core::{
     Class, Micros, TenantId,
-    broker::{FREEZE, HEDGE, ProcessId},
+    broker::{Event, FREEZE, HEDGE, ProcessId},
 };
 
 use super::world::{GIB, Manner, World};
@@ -56,6 +56,21 @@ fn caches_go_before_anything_is_copied() {
 }
 
 #[test]
+fn member_of_a_group_gives_what_needs_no_copy_and_no_more() {
+    let mut world = borrower(10, 15);
+    world.in_group.extend([1, 2].map(TenantId));
+    claim(&mut world);
+    assert!(!world.drops.is_empty() && !world.frozen.contains(&TenantId(1)));
+    world.tenant(3, Class::Standard, 20 * GIB);
+    world.ask(ProcessId(3), 1, 20 * GIB);
+    world.run_for(Micros::from_secs(60));
+    assert_eq!(
+        (world.moves.len(), world.grants.get(&(ProcessId(3), 1))),
+        (0, None)
+    );
+}
+
+#[test]
 fn caches_stay_while_a_claim_exceeds_its_guarantee() {
     let mut world = borrower(0, 50);
     // Its turn has not ended, and the request is no guarantee.
@@ -80,6 +95,44 @@ fn stopped_holder_of_free_pages_delays_a_guarantee_once() {
     world.run_for(Micros::from_secs(61));
     assert_eq!(world.grants.get(&(ProcessId(2), 1)), Some(&(20 * GIB)));
     assert!(!world.frozen.contains(&TenantId(1)) && world.is_home(1));
+}
+
+#[test]
+fn stopped_holder_is_reported_once_others_are_guaranteed_what_it_has() {
+    let mut world = borrower(30, 0);
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Stopped;
+    // Not for what no tenant is guaranteed.
+    world.tenant(3, Class::Standard, 0);
+    world.ask(ProcessId(3), 1, 20 * GIB);
+    world.run_for(HEDGE + S);
+    assert_eq!(world.silent, []);
+    world.event(Event::Cancel(ProcessId(3), 1));
+    world.wake_up(1);
+    world.run_for(Micros::from_secs(70));
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Stopped;
+    let asked = world.now;
+    world.ask(ProcessId(2), 1, 20 * GIB);
+    world.run_for(HEDGE + S);
+    let [(at, ProcessId(1))] = world.silent[..] else {
+        panic!("{:?}", world.silent);
+    };
+    assert!(at <= asked + HEDGE + Micros::from_millis(200), "{at}");
+    world.wake_up(1);
+    world.run_for(S);
+    assert_eq!(world.grants.get(&(ProcessId(2), 1)), Some(&(20 * GIB)));
+    assert_eq!(world.silent.len(), 1);
+}
+
+#[test]
+fn holder_that_stops_in_the_middle_is_reported() {
+    let mut world = borrower(30, 0);
+    world.ask(ProcessId(2), 1, 20 * GIB);
+    while !world.frozen.contains(&TenantId(1)) {
+        world.run_for(Micros(50));
+    }
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Stopped;
+    world.run_for(FREEZE + HEDGE + S);
+    assert!(world.standing(1).stuck && !world.silent.is_empty());
 }
 
 /// It may map memory anew at any moment.
@@ -126,7 +179,7 @@ fn holder_that_ends_in_the_middle_is_no_delay() {
 fn withdrawn_request_moves_nothing() {
     let mut world = borrower(0, 0);
     world.ask(ProcessId(2), 1, 20 * GIB);
-    world.event(gpumux_core::broker::Event::Cancel(ProcessId(2), 1));
+    world.event(Event::Cancel(ProcessId(2), 1));
     world.run_for(Micros::from_secs(5));
     assert_eq!(world.moves, []);
     assert!(!world.standing(2).waits);

@@ -165,6 +165,7 @@ impl State {
             | Command::Moved { .. }
             | Command::Shown { .. }
             | Command::Failed(..)
+            | Command::Silent(_)
             | Command::NotKept(..) => {}
         }
     }

@@ -86,6 +86,7 @@ pub(crate) struct World {
     pub(crate) puppets: BTreeMap<ProcessId, Puppet>,
     pub(crate) busy: BTreeMap<TenantId, bool>,
     idle_since: BTreeMap<TenantId, Micros>,
+    pub(crate) in_group: BTreeSet<TenantId>,
     pub(crate) frozen: BTreeSet<TenantId>,
     /// Tenants that cannot be frozen: that is known only after so long.
     pub(crate) unfreezable: BTreeMap<TenantId, Micros>,
@@ -101,6 +102,8 @@ pub(crate) struct World {
     pub(crate) moves: Vec<(Micros, TenantId, bool, u64)>,
     /// Whose moves failed.
     pub(crate) failed: Vec<TenantId>,
+    /// Processes that did not answer although others were guaranteed what they have, and when that was reported.
+    pub(crate) silent: Vec<(Micros, ProcessId)>,
     pub(crate) orders: u64,
     /// Bytes that were freed without a copy, and when.
     pub(crate) drops: Vec<(Micros, TenantId, u64)>,
@@ -132,6 +135,7 @@ impl World {
             puppets: BTreeMap::new(),
             busy: BTreeMap::new(),
             idle_since: BTreeMap::new(),
+            in_group: BTreeSet::new(),
             frozen: BTreeSet::new(),
             unfreezable: BTreeMap::new(),
             queue: BTreeMap::new(),
@@ -144,6 +148,7 @@ impl World {
             asked: BTreeMap::new(),
             moves: Vec::new(),
             failed: Vec::new(),
+            silent: Vec::new(),
             orders: 0,
             drops: Vec::new(),
             starved: BTreeMap::new(),
@@ -229,7 +234,7 @@ impl World {
         Activity {
             busy: self.busy.get(&tenant).copied().unwrap_or(false),
             idle_since: since.saturating_sub(self.earlier),
-            in_group: false,
+            in_group: self.in_group.contains(&tenant),
             stopped: (self.puppets.values())
                 .any(|it| it.tenant == tenant && it.manner == Manner::Stopped),
         }

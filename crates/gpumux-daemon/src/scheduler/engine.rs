@@ -92,7 +92,7 @@ impl Engine {
             state: State::new(clock, reaper),
             admission: Admission::new(config.reserve),
             expiry: Expiry::default(),
-            moves: MemoryMoves::new(&config.host_memory),
+            moves: MemoryMoves::new(&config.host_memory, config.when_stopped),
             tampers: Tampers::new(config.tampering),
             crashes: Crashes::default(),
             config,

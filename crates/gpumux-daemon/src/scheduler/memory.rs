@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     api::types::{self, SwapReason},
-    config::HostMemory,
+    config::{HostMemory, WhenStopped},
     link::SessionId,
 };
 
@@ -38,6 +38,7 @@ const FREEZING: Micros = Micros::from_millis(1);
 pub(super) struct MemoryMoves {
     pub(super) broker: Broker,
     rules: Option<Daemon>,
+    when_stopped: WhenStopped,
     /// What the broker was last told that tenants do.
     activity: BTreeMap<TenantId, Activity>,
     /// Tenants that stay frozen: their memory is on its way or away.
@@ -61,7 +62,7 @@ pub(super) struct MemoryMoves {
 }
 
 impl MemoryMoves {
-    pub(super) fn new(rules: &HostMemory) -> Self {
+    pub(super) fn new(rules: &HostMemory, when_stopped: WhenStopped) -> Self {
         let half = || half_of_memory(&std::fs::read_to_string("/proc/meminfo").unwrap_or_default());
         let limit = rules.limit.map_or_else(half, |limit| limit.0);
         let differ = *rules != HostMemory::default();
@@ -71,6 +72,7 @@ impl MemoryMoves {
                 location: (rules.location.as_ref()).map(|it| it.display().to_string()),
                 scrub: rules.scrub,
             }),
+            when_stopped,
             activity: BTreeMap::new(),
             swapped_out: BTreeSet::new(),
             freezing: BTreeSet::new(),
@@ -301,6 +303,15 @@ impl MemoryMoves {
                     error => tracing::info!(tenant = tenant.0, %error, "memory is not moved now"),
                 }
             }
+            Command::Silent(process) => {
+                if let Some(met) = state.sessions.get(&SessionId(process.0)) {
+                    state.report(Happening::Silent {
+                        tenant: met.tenant,
+                        pid: met.pid,
+                        then: self.when_stopped,
+                    });
+                }
+            }
             Command::NotKept(tenant, device, error) => {
                 tracing::warn!(tenant = tenant.0, device, %error, "a guarantee of memory is not kept here");
             }
@@ -463,15 +474,21 @@ pub(super) fn terms(spec: &TenantSpec) -> Terms {
     }
 }
 
-/// Whether every group of a tenant is frozen. An error names the control that failed.
+/// Whether every group of a tenant is frozen, with all its members. An error names the control that failed.
 fn is_frozen(state: &State, tenant: TenantId) -> Result<bool, String> {
+    let mut own = state
+        .domains()
+        .filter(|it| it.who.tenant == tenant)
+        .peekable();
+    if own.peek().is_none() && state.is_in_group(tenant) {
+        return Err("it has not joined its MPS group yet".into());
+    }
     let mut frozen = true;
-    for domain in state.domains().filter(|it| it.who.tenant == tenant) {
-        let Some(known) = state.controller.domain(domain.who.id) else {
-            continue;
-        };
+    for known in own.flat_map(|it| state.controller.together(it.who.id)) {
         if known.is_faulty() {
-            return Err(domain.error.clone().unwrap_or_default());
+            let failed = state.domains().find(|it| it.who.id == known.state.id);
+            let error = failed.and_then(|it| it.error.clone());
+            return Err(error.unwrap_or_default());
         }
         frozen &= known.is_frozen();
     }
@@ -504,7 +521,10 @@ mod tests {
                 limit,
                 ..HostMemory::default()
             };
-            MemoryMoves::new(&rules).broker.on_host().1
+            MemoryMoves::new(&rules, WhenStopped::Report)
+                .broker
+                .on_host()
+                .1
         };
         let own = std::fs::read_to_string("/proc/meminfo").unwrap();
         assert_eq!(limit(None), half_of_memory(&own));

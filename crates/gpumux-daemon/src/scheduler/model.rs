@@ -13,7 +13,7 @@ use gpumux_core::{
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-use crate::link::SessionId;
+use crate::{config::WhenStopped, link::SessionId};
 
 /// The time, from an origin of its own.
 pub(super) type Clock = Arc<dyn Fn() -> Micros + Send + Sync>;
@@ -51,6 +51,12 @@ pub(crate) enum Happening {
         what: Tampering,
         /// What is done about it now.
         then: Option<Then>,
+    },
+    /// A process of it does not answer, and has memory that others are guaranteed. What is done if it is stopped.
+    Silent {
+        tenant: TenantId,
+        pid: u32,
+        then: WhenStopped,
     },
     /// This of its spec does not hold from now on.
     Withheld { tenant: TenantId, what: Withheld },

@@ -4,6 +4,8 @@ use std::{collections::BTreeMap, io, path::PathBuf, sync::Arc};
 
 use gpumux_core::{MAX_NAME, TenantId, TenantSpec, admission::Refusal, is_name, space};
 
+use rustix::process::Signal;
+
 use super::life::Life;
 use crate::{
     api::types::{Ended, NewTenant, Placement},
@@ -178,6 +180,20 @@ impl Tenant {
     pub(super) fn process(&self, pid: u32) -> Option<ProcessFd> {
         let mut processes = self.holders.values().flatten();
         processes.find(|process| process.pid == pid)?.watch()
+    }
+
+    /// Sends a stopped process of it a signal in the name of its user. What is said of that.
+    pub(super) fn signal_stopped(&self, pid: u32, signal: Signal) -> &'static str {
+        let process = self.holders.values().flatten().find(|it| it.pid == pid);
+        // It may have become another user's since it began.
+        let own = process.filter(|it| it.is_of(self.uid));
+        let watch = own.and_then(|it| it.watch());
+        let sent = watch.is_some_and(|it| it.try_signal(signal).is_ok());
+        match (sent, signal) {
+            (false, _) => "; the daemon may not send it a signal",
+            (true, Signal::CONT) => "; it was sent SIGCONT",
+            (true, _) => "; it was ended",
+        }
     }
 
     /// One that no process holds yet, from now on.

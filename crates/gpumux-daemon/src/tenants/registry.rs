@@ -29,6 +29,7 @@ use crate::{
         SpecChange,
     },
     clock::since_1970,
+    config::WhenStopped,
     events::Events,
     groups::{Groups, Key, UnauthorizedClient},
     link::SessionId,
@@ -424,11 +425,18 @@ impl Tenants {
 
     /// Something has happened to a tenant.
     pub(super) async fn happened(&self, happening: Happening) {
+        if let Happening::Silent { pid, .. } = happening {
+            let look = tokio::task::spawn_blocking(move || ProcessId::is_stopped(pid));
+            if !look.await.unwrap_or(false) {
+                return;
+            }
+        }
         let mut table = self.table.lock().await;
         let id = match happening {
             Happening::Moved { tenant, .. }
             | Happening::AtLimit { tenant, .. }
             | Happening::Tampered { tenant, .. }
+            | Happening::Silent { tenant, .. }
             | Happening::Withheld { tenant, .. } => tenant,
         };
         let Some(tenant) = table.tenants.get_mut(&id) else {
@@ -471,6 +479,18 @@ impl Tenants {
                 };
                 let text = format!("process {pid} {}{then}", what.deed());
                 (EventKind::Tampered, text)
+            }
+            Happening::Silent { pid, then, .. } => {
+                let then = match then {
+                    WhenStopped::Report => "",
+                    WhenStopped::Continue => tenant.signal_stopped(pid, Signal::CONT),
+                    WhenStopped::End => tenant.signal_stopped(pid, Signal::KILL),
+                };
+                let text = format!(
+                    "process {pid} is stopped, and has memory that others are guaranteed{then}"
+                );
+                tracing::warn!(tenant = id.0, "{text}");
+                (EventKind::Stopped, text)
             }
             Happening::Withheld { what, .. } => {
                 tenant.withheld = what;

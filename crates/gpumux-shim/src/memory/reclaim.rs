@@ -17,7 +17,10 @@ use std::{
 use gpumux_wire::Shim;
 
 use crate::{
-    ground::{guard, lease, wake},
+    ground::{
+        context::{is_capturing_anywhere, relax_captures},
+        guard, lease, wake,
+    },
     memory::{allocate, elastic, space},
 };
 
@@ -80,12 +83,13 @@ pub(crate) fn begin(op: u64, device: &str, bytes: u64) {
     let ordinal = space::ordinal(device).filter(|_| is_asked_for());
     let mut state = ordinal.map(|ordinal| (lock(), ordinal));
     match &mut state {
-        Some((state, ordinal)) if state.asked.is_none() => {
+        // What frees memory may wait for the device, which would spoil a capture.
+        Some((state, ordinal)) if state.asked.is_none() && !is_capturing_anywhere() => {
             elastic::lower_targets(*ordinal, bytes);
             state.asked = Some((op, *ordinal, bytes));
             NEWS.notify_all();
         }
-        // It has nothing there, or is still busy with the last one.
+        // It has nothing there, captures, or is still busy with the last one.
         _ => lease::tell(Shim::Reclaimed { op, bytes: 0 }),
     }
 }
@@ -98,6 +102,8 @@ fn serve() {
             continue;
         };
         let (mut freed, mut next) = (0u64, 0);
+        // A capture that begins meanwhile.
+        relax_captures();
         // One after the other, as they are then: the program may take them back at any time.
         while freed < bytes
             && let Some(it) = state.functions.get(next).copied()

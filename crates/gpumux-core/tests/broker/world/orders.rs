@@ -61,6 +61,7 @@ impl World {
                 } => self.moves.push((self.now, tenant, out, bytes)),
                 Command::Shown { free, total, .. } => self.shown = Some((free, total)),
                 Command::Failed(tenant, _) => self.failed.push(tenant),
+                Command::Silent(process) => self.silent.push((self.now, process)),
                 Command::NotKept(..) => {}
             }
         }

@@ -89,6 +89,7 @@ impl World {
             broker::Command::Answer(..)
             | broker::Command::Shown { .. }
             | broker::Command::Failed(..)
+            | broker::Command::Silent(_)
             | broker::Command::NotKept(..) => {}
         }
     }

@@ -51,11 +51,14 @@ pub enum EventKind {
     Restart,
     /// A process of a tenant undid a control.
     Tampered,
+    /// A stopped process of a tenant has memory that others are guaranteed.
+    Stopped,
 }
 
 gpumux_core::names!(
     EventKind: Started = "started", Ended = "ended", Refused = "refused", Resized = "resized", Swapped = "swapped", Returned = "returned",
-    Moved = "moved", Limit = "limit", Fault = "fault", Restart = "restart", Tampered = "tampered"
+    Moved = "moved", Limit = "limit", Fault = "fault", Restart = "restart", Tampered = "tampered",
+    Stopped = "stopped"
 );
 
 /// How a program ended; neither code nor signal: that is not known.

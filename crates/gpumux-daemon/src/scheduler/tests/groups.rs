@@ -124,6 +124,31 @@ fn members_come_and_go_without_changing_what_the_group_has() {
 }
 
 #[test]
+fn group_is_frozen_while_memory_of_one_member_is_mapped_anew() {
+    let mut bench = Bench::new();
+    bench.member(2, 50, "team");
+    bench.member(3, 50, "team");
+    bench.add(4, Class::Batch);
+    let frozen = |bench: &mut Bench, all: &[u32]| {
+        bench.run(Micros::from_millis(100));
+        let all = all.iter().map(|n| bench.domain(*n).frozen);
+        all.collect::<Vec<_>>()
+    };
+    bench.park(TenantId(2), true);
+    assert_eq!(frozen(&mut bench, &[2, 3, 4]), [true, true, false]);
+    bench.member(5, 50, "team");
+    assert_eq!(frozen(&mut bench, &[2, 3, 5]), [true; 3]);
+    bench.park(TenantId(2), false);
+    bench.engine.leave(SessionId(4), false);
+    assert_eq!(frozen(&mut bench, &[2, 3, 5]), [false; 3]);
+    // It ends meanwhile.
+    bench.park(TenantId(2), true);
+    assert_eq!(frozen(&mut bench, &[3, 5]), [true; 2]);
+    bench.engine.leave(SessionId(2), false);
+    assert_eq!(frozen(&mut bench, &[3, 5]), [false; 2]);
+}
+
+#[test]
 fn crash_in_a_group_is_reported_once_and_no_other_crash() {
     let mut bench = Bench::new();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
