@@ -56,18 +56,21 @@ class Cache:
         row = pool.head_num * pool.head_dim * pool.store_dtype.itemsize
         if pool.head_dim != pool.v_head_dim:
             raise Unfit("keys and values have other sizes")
-        self.page, self.slots_there, self.buffers = pool.page_size, pool.size + pool.page_size, 2 * pool.layer_num
+        self.page: int = pool.page_size
+        self.slots_there: int = pool.size + pool.page_size
+        self.buffers: int = 2 * pool.layer_num
         unit = math.lcm(row * self.page, MIB2)
         size = self.slots_there * row
         if unit > GRANULE_MAX or size < SMALLEST:
             raise Unfit(f"pages of {row * self.page} bytes a layer, {size} bytes in all")
-        self.each = -(-size // unit) * unit
+        self.each: int = -(-size // unit) * unit
         index = device.index if device.index is not None else int(torch.cuda.current_device())
         try:
             self.range: Any = kv._Elastic(index, self.each * self.buffers, unit)
         except kv.PoolError as error:
             raise Unfit(str(error)) from None
-        self.given, self.per, driver = 0, unit // (row * self.page), kv._Driver(index)
+        self.per: int = unit // (row * self.page)
+        self.given, driver = 0, kv._Driver(index)
 
         def give(size: int, _device: int, _stream: int | None) -> int:
             if size <= self.each and self.given < self.buffers:
@@ -148,7 +151,7 @@ class Cache:
 
     def _room(self, request: Any, prompt: int) -> int:
         """Pages that SGLang keeps for a request when it takes others in."""
-        new = min(max(request.sampling_params.max_new_tokens - len(request.output_ids), 0), NEW_TOKENS)
+        new: int = min(max(request.sampling_params.max_new_tokens - len(request.output_ids), 0), NEW_TOKENS)
         return -(-(prompt + new) // self.page) + 1
 
     def rest(self) -> None:
@@ -160,7 +163,7 @@ class Cache:
 
 class Fence:
     def __init__(self, streams: Iterable[Any]) -> None:
-        self.events = [torch.cuda.Event() for _ in streams]  # type: ignore[no-untyped-call]
+        self.events = [torch.cuda.Event() for _ in streams]
         for event, stream in zip(self.events, streams):
             event.record(stream)
 
@@ -186,7 +189,7 @@ def drop(tree: Any, is_lost: Callable[[int], bool]) -> None:
     """Evicts what has lost a slot, and what is behind it. Other trees than SGLang's own for one kind of layers keep it."""
     if type(tree).__name__ != "RadixCache":
         return
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     doomed, stack = [], [(tree.root_node, False)]
     while stack:
@@ -208,6 +211,7 @@ def elastic(base: Any) -> Any:
 
     class Allocator(base):  # type: ignore[misc]
         gpumux: Cache | None = None
+        free_pages: Any
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             self._held_back: list[Any] | None = None

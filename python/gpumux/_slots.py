@@ -34,7 +34,7 @@ class Spread:
 
     def mark(self, first: int, count: int, state: int) -> int:
         """How many have lost memory of a buffer. One that has is left to others."""
-        lost = sum(self.memory.mark(buffer + first, count, state) for buffer in self._buffers)
+        lost: int = sum(self.memory.mark(buffer + first, count, state) for buffer in self._buffers)
         if lost and state == kv.IN_USE and count == 1:
             self.mark(first, 1, kv.FREE)
         return lost

@@ -24,7 +24,7 @@ def plugin() -> None:
     if not gpumux.present():
         return
     try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found,unused-ignore]
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError as error:
         raise ImportError(f"gpumux.sglang is for SGLang {VERSIONS}, which have a registry of hooks: {error}") from error
     HookRegistry.register(TARGET, count, HookType.AFTER)

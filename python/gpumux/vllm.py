@@ -133,7 +133,7 @@ class Packed(Layout):
             raise Unfit("vLLM's packed layout is for VLLM_KV_CACHE_LAYOUT=NHD")
         if any(it.block_stride or it.size % self.config.num_blocks for it in self.tensors):
             raise Unfit("vLLM lays the KV cache out in another way")
-        return sum(it.size for it in self.tensors) // int(self.config.num_blocks)
+        return int(sum(it.size for it in self.tensors) // self.config.num_blocks)
 
     def place(self) -> None:
         offset = 0
@@ -293,7 +293,7 @@ def scheduler_class(base: type, memory: Memory) -> type:
     return Scheduler
 
 
-class Worker(GpuWorker):
+class Worker(GpuWorker):  # type: ignore[misc]
     """vLLM's worker, with an elastic KV cache where it is the only one."""
 
     def __init__(self, vllm_config: Any, *arguments: Any, **options: Any) -> None:
@@ -356,6 +356,6 @@ class Worker(GpuWorker):
 
     @contextlib.contextmanager
     def _maybe_get_memory_pool_context(self, tag: str) -> Iterator[None]:
-        elastic = tag == "kv_cache" and self.gpumux
-        with torch.cuda.use_mem_pool(self.gpumux.pool) if elastic else super()._maybe_get_memory_pool_context(tag):
+        elastic = self.gpumux if tag == "kv_cache" else None
+        with torch.cuda.use_mem_pool(elastic.pool) if elastic else super()._maybe_get_memory_pool_context(tag):
             yield
