@@ -93,7 +93,7 @@ def on_reclaim(function: Callable[[int, int], int]) -> bool:
 
 def torch_cache(device: int, _missing: int) -> int:
     """For `on_reclaim`: the free blocks of PyTorch's caching allocator, on all devices."""
-    import torch  # type: ignore[import-not-found,unused-ignore]  # Only programs that have it use this.
+    import torch  # Only programs that have it use this.
 
     before = int(torch.cuda.memory_reserved(device))
     torch.cuda.empty_cache()

@@ -74,7 +74,8 @@ class Blocks:
         pinned: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.memory, self._blocks, self._per = memory, blocks, memory.granule // stride
+        self.memory, self._blocks = memory, blocks
+        self._per: int = memory.granule // stride
         self._evict, self._fence, self._clear, self._clock = evict, fence, clear, clock
         granules = math.ceil(len(blocks) / self._per)
         # Of each granule: blocks that are not free; free ones without contents, the lowest last; free ones with contents.
@@ -157,7 +158,7 @@ class Blocks:
     @property
     def usage(self) -> float:
         """Part of the blocks that are in use, or not to be had while others lack memory; the first is vLLM's own, which is never free."""
-        room = min(len(self._blocks), self.memory.target() // self.memory.granule * self._per)
+        room: int = min(len(self._blocks), self.memory.target() // self.memory.granule * self._per)
         used = len(self._blocks) - self._free
         return 1 - max(0, min(self._free, room - used)) / (len(self._blocks) - 1)
 
@@ -228,7 +229,7 @@ class Blocks:
     # ---- inside ------------------------------------------------------------------------------
 
     def _has_memory(self, granule: int) -> bool:
-        return 0 < self.memory.words[granule] & 7 <= kv.IN_USE
+        return bool(0 < self.memory.words[granule] & 7 <= kv.IN_USE)
 
     def _enter(self, granule: int) -> None:
         """A free block of it is in use."""

@@ -62,7 +62,7 @@ def ask(method: str, path: str, bounded: bool = True) -> Any:
 def own() -> tuple[str, dict[str, Any]] | None:
     """This process's tenant: what the API calls it, and what it is. The daemon finds it by the connection: in a container the process has
     another number."""
-    name = (ask("GET", "/v1/me") or {}).get("tenant")
+    name: str = (ask("GET", "/v1/me") or {}).get("tenant") or ""
     tenant = name and ask("GET", f"/v1/tenants/{quote(name, safe='')}")
     return (name, tenant) if tenant else None
 

@@ -149,7 +149,7 @@ def tensors(name: str, originals: Sequence[Any], *, fallback: bool = True) -> Bu
     """Has PyTorch's tensors of one device in a kept buffer: each gets its memory there, by `tensor.data`. Contents are those of the last commit
     before a fault (`Buffer.found`), else what the tensors have. Commit the buffer on a stream that is ordered behind all that writes to them.
     """
-    import torch  # type: ignore[import-not-found,unused-ignore]  # Only programs that have it use this.
+    import torch  # Only programs that have it use this.
 
     places = {it.device for it in originals}
     if len(places) != 1 or (place := places.pop()).type != "cuda":

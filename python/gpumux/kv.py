@@ -511,7 +511,7 @@ class Pool:
 
     def _has_memory(self, granule: int) -> bool:
         memory = self._memory
-        return memory.kind != "elastic" or 0 < memory.words[granule] & 7 <= IN_USE
+        return bool(memory.kind != "elastic" or 0 < memory.words[granule] & 7 <= IN_USE)
 
     def _unpick(self, pages: Iterable[int]) -> None:
         """These pages are free."""
@@ -668,7 +668,7 @@ class Tensor:
 _exported: dict[int, tuple[Tensor, Any, _DLManagedTensor]] = {}
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # type: ignore[untyped-decorator,unused-ignore]  # ctypes has no types for it.
 def _deleter(address: int) -> None:
     tensor = _exported.pop(address)[0]
     if tensor.released:

@@ -1,11 +1,14 @@
-"""SGLang reports new tokens as progress, for scaling profiles, by a hook of its own registry (`sglang.srt.plugins`).
+"""SGLang with an elastic KV cache, and new tokens as progress for scaling profiles, by hooks of its own registry (`sglang.srt.plugins`).
 
-SGLang finds `plugin` by the entry point of the installed package (`pip install gpumux`) and calls it in every process it starts. Under `gpumux run`
-nothing else is to be done; without it the plugin registers nothing.
+    GPUMUX_KV=elastic gpumux run -- sglang serve --model-path MODEL
+
+SGLang finds `plugin` by the entry point of the installed package (`pip install gpumux`) and calls it in every process it starts. Without `GPUMUX_KV`
+it only counts tokens; without `gpumux run` it registers nothing.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -21,10 +24,20 @@ def plugin() -> None:
     if not gpumux.present():
         return
     try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found,unused-ignore]
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError as error:
         raise ImportError(f"gpumux.sglang is for SGLang {VERSIONS}, which have a registry of hooks: {error}") from error
     HookRegistry.register(TARGET, count, HookType.AFTER)
+    wish = os.environ.get("GPUMUX_KV", "fixed")
+    if wish not in ("fixed", "elastic"):
+        raise ValueError(f"GPUMUX_KV is fixed or elastic, not {wish}")
+    if wish == "elastic":
+        from gpumux import _sglang
+
+        try:
+            _sglang.register(HookRegistry, HookType)
+        except (ImportError, _sglang.Unfit) as error:
+            warnings.warn(f"gpumux.sglang is for SGLang {VERSIONS}: the KV cache has a fixed size: {error}", stacklevel=2)
 
 
 def count(_result: Any, scheduler: Any, batch: Any, output: Any) -> None:

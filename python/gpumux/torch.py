@@ -17,7 +17,7 @@ import warnings
 from typing import Any, Callable
 
 try:
-    import torch  # type: ignore[import-not-found,unused-ignore]
+    import torch
 except ImportError as error:
     raise ImportError(f"gpumux.torch is for programs that have PyTorch: {error}") from error
 

@@ -171,7 +171,7 @@ class _Rows:
 def _padded(states: Any) -> int:
     """Bytes of one token's keys or values."""
     batch, heads, _tokens, numbers = states.shape
-    return math.ceil(batch * heads * numbers * states.element_size() / _ALIGN) * _ALIGN
+    return int(math.ceil(batch * heads * numbers * states.element_size() / _ALIGN) * _ALIGN)
 
 
 def _row_bytes(keys: Any, values: Any) -> int:
@@ -222,7 +222,10 @@ class ElasticLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
-        self._memory, self._rows = memory, None
+        self._memory = memory
+        self._rows: Any = None
+        self.keys: Any
+        self.values: Any
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -233,7 +236,7 @@ class ElasticLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
         except Unfit as why:
             _warn(str(why))
 
-    def update(self, key_states: Any, value_states: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    def update(self, key_states: Any, value_states: Any, *arguments: Any, **options: Any) -> Any:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._rows is None:

@@ -1,9 +1,12 @@
-"""vLLM 0.24 with an elastic KV cache: memory is behind the blocks that are in use, and others may take the rest.
+"""vLLM with an elastic KV cache: memory is behind the blocks that are in use, and others may take the rest.
 
     gpumux run -- vllm serve MODEL --worker-cls gpumux.vllm.Worker [--kv-cache-memory-bytes 64000000000]
 
 The size of the KV cache is one of addresses: it may be as large as the device, whatever else is there. Where memory is short, vLLM has fewer free blocks,
 and preempts its own requests. What doesn't fit (another version, several GPUs, Mamba layers, no `gpumux run`) is logged, and vLLM's own memory is used.
+
+Two classes that vLLM lets its user choose do all of it. The worker lays the KV cache out in blocks and takes it from an elastic range; it chooses the
+scheduler, which has memory behind free blocks. A KV connector could do neither before a step is planned, and vLLM has one at a time.
 """
 
 from __future__ import annotations
@@ -17,14 +20,22 @@ import torch
 import vllm
 
 try:
-    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+    from vllm.v1.request import Request
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 except ImportError as error:
     raise ImportError(
-        f"gpumux.vllm is for vLLM 0.24, not vLLM {vllm.__version__} ({error}): leave --worker-cls out (the KV cache has a fixed size then)"
+        f"gpumux.vllm is for vLLM 0.24 to 0.33, not vLLM {vllm.__version__} ({error}): leave --worker-cls out (the KV cache has a fixed size then)"
     ) from error
+try:
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+except ImportError:  # Since 0.29 a block may also be outside of the layers.
+    get_kv_cache_layout = None
 
 import gpumux
 from gpumux import kv
@@ -32,13 +43,43 @@ from gpumux._blocks import Blocks, layout
 from gpumux.torch import allocator
 
 logger = logging.getLogger("vllm.gpumux")
-VERSIONS = ("0.24.",)
 URGENT_S, IDLE_S = 0.25, 0.5
 _kept: list[Any] = []  # What PyTorch and the device use until the process ends.
+
+USED: dict[type, str] = {
+    GpuWorker: "initialize_from_config _maybe_get_memory_pool_context",
+    SyncScheduler: (
+        "schedule update_from_output make_stats running waiting kv_cache_manager kv_cache_config num_lookahead_tokens max_num_scheduled_tokens "
+        "max_num_running_reqs"
+    ),
+    KVCacheManager: "block_pool watermark_blocks",
+    BlockPool: "blocks free_block_queue evict_blocks",
+    KVCacheBlock: "block_id block_hash",
+    KVCacheTensor: "size offset block_stride",
+    Request: "num_tokens num_tokens_with_spec num_computed_tokens num_output_placeholders",
+}
+"""What is used of vLLM's classes: no version tells whether it fits, but these names."""
+NOT_USED = "iter_blocks_after"
+"""Of vLLM's list of free blocks: only a KV connector calls it."""
 
 
 class Unfit(Exception):
     """Why the KV cache isn't elastic."""
+
+
+def names(of: type) -> set[str]:
+    """Methods, and attributes that are set when an object is made."""
+    made = (getattr(it.__init__, "__code__", None) for it in of.__mro__)  # type: ignore[misc]
+    return {*dir(of), *(name for code in made if code for name in code.co_names)}
+
+
+def check() -> None:
+    """Raises Unfit with what this vLLM has not, or has beside what gpumux knows."""
+    unknown = [f"{of.__name__}.{name}" for of, own in USED.items() for name in own.split() if name not in names(of)]
+    own = (it for it in vars(FreeKVCacheBlockQueue) if not it.startswith("_"))
+    unknown += [f"FreeKVCacheBlockQueue.{it}" for it in own if not hasattr(Blocks, it) and it not in NOT_USED.split()]
+    if unknown:
+        raise Unfit(f"gpumux {gpumux.__version__} does not fit vLLM {vllm.__version__}: {', '.join(unknown)}")
 
 
 def in_one_process(parallel: Any) -> bool:
@@ -46,28 +87,77 @@ def in_one_process(parallel: Any) -> bool:
     return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
 
 
-def pages(config: Any) -> list[int]:
-    """Bytes of a block in each of vLLM's KV cache tensors. Raises Unfit."""
-    specs = []
-    for group in config.kv_cache_groups:
-        several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        specs += several.values() if several else [group.kv_cache_spec]
-    if not specs or not config.kv_cache_tensors:
-        raise Unfit("the model has no KV cache")
-    for spec in specs:
-        if not getattr(spec, "indexes_kv_by_block_stride", False):
-            raise Unfit(f"layers with {type(spec).__name__}: their blocks can't be put together (try --attention-backend TRITON_ATTN)")
-    if any(it.block_stride or it.size % config.num_blocks for it in config.kv_cache_tensors):
-        raise Unfit("vLLM lays the KV cache out in another way")
-    return [it.size // config.num_blocks for it in config.kv_cache_tensors]
+class Layout:
+    """How vLLM lays the KV cache out, all layers of a block in one piece."""
+
+    def __init__(self, config: Any) -> None:
+        """Raises Unfit."""
+        self.config, self.tensors = config, config.kv_cache_tensors
+        self.specs: list[Any] = []
+        for group in config.kv_cache_groups:
+            several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+            self.specs += several.values() if several else [group.kv_cache_spec]
+        if not self.specs or not self.tensors:
+            raise Unfit("the model has no KV cache")
+        block = self.block_bytes()
+        fit = layout(block)
+        if fit is None:
+            raise Unfit(f"a block has {block >> 20} MiB, more than a granule (64 MiB): use a smaller --block-size")
+        self.stride, self.granule = fit
+        for spec in self.specs if self.stride != block else ():
+            if self.stride % self.aligned(spec):
+                raise Unfit(f"layers with {type(spec).__name__}: blocks of {block} bytes begin at multiples of {self.aligned(spec)} only")
+
+    def block_bytes(self) -> int:
+        """Of all layers. Raises Unfit where vLLM does not put them together."""
+        raise NotImplementedError
+
+    def aligned(self, _spec: Any) -> int:
+        """The distance of blocks is a multiple of this."""
+        return 1
+
+    def place(self) -> None:
+        """Sets the distance of blocks in vLLM's configuration."""
+        for tensor in self.tensors:
+            tensor.size, tensor.block_stride = self.stride * self.config.num_blocks, self.stride
 
 
-def pack(config: Any, sizes: list[int], stride: int) -> None:
-    """Has vLLM put all layers of a block into one piece, blocks one after another: its own packed layout."""
-    offset = 0
-    for tensor, size in zip(config.kv_cache_tensors, sizes, strict=True):
-        tensor.size, tensor.offset, tensor.block_stride = stride * config.num_blocks, offset, stride
-        offset += size
+class Packed(Layout):
+    """Up to vLLM 0.28: a tensor for each layer, which can also be parts of blocks."""
+
+    def block_bytes(self) -> int:
+        for spec in self.specs:
+            if not getattr(spec, "indexes_kv_by_block_stride", False):
+                raise Unfit(f"layers with {type(spec).__name__}: their blocks can't be put together (try --attention-backend TRITON_ATTN)")
+        if get_kv_cache_layout() != "NHD":
+            raise Unfit("vLLM's packed layout is for VLLM_KV_CACHE_LAYOUT=NHD")
+        if any(it.block_stride or it.size % self.config.num_blocks for it in self.tensors):
+            raise Unfit("vLLM lays the KV cache out in another way")
+        return int(sum(it.size for it in self.tensors) // self.config.num_blocks)
+
+    def place(self) -> None:
+        offset = 0
+        for tensor in self.tensors:
+            tensor.offset, offset = offset, offset + tensor.size // self.config.num_blocks
+        super().place()
+
+
+class Placed(Layout):
+    """Since vLLM 0.29: one tensor, in which the first layout of `get_supported_kv_cache_layouts` has blocks outside."""
+
+    def block_bytes(self) -> int:
+        for spec in self.specs:
+            if not hasattr(spec, "head_size"):
+                raise Unfit(f"layers with {type(spec).__name__}: they are not attention's")
+        block = int(self.tensors[0].block_stride)
+        for it in self.tensors:
+            if getattr(it, "host_resident", False) or it.block_stride != block or it.size != block * self.config.num_blocks:
+                raise Unfit(f"the layers of a block lie apart (layout {self.config.kv_cache_layout}; unset VLLM_KV_CACHE_LAYOUT)")
+        return block
+
+    def aligned(self, spec: Any) -> int:
+        found = getattr(spec, "get_block_stride_alignment", None)
+        return int(found() if found else spec.block_stride_alignment or 1)
 
 
 class Memory:
@@ -124,6 +214,11 @@ def fence() -> Any:
     return event
 
 
+def waiting(scheduler: Any) -> list[Any]:
+    """Its lists of requests that wait: vLLM up to 0.28 has one of those that it skipped, later ones one of those that have blocks."""
+    return [scheduler.waiting, getattr(scheduler, "skipped_waiting", ()), getattr(scheduler, "kv_holding_waiting", ())]
+
+
 def need(scheduler: Any) -> tuple[int, int]:
     """Blocks that the next step needs for its running requests, and can use for others, at most."""
     size = min(it.kv_cache_spec.block_size for it in scheduler.kv_cache_config.kv_cache_groups)
@@ -135,7 +230,7 @@ def need(scheduler: Any) -> tuple[int, int]:
         # Exact but for looking ahead: under pressure each block that is asked for too much would cost time.
         running += max(0, -(-tokens // size) + (there // -size))
     budget, room = scheduler.max_num_scheduled_tokens, scheduler.max_num_running_reqs - len(scheduler.running)
-    for request in itertools.chain(scheduler.waiting, scheduler.skipped_waiting):
+    for request in itertools.chain(*waiting(scheduler)):
         if budget <= 0 or room <= 0:
             break
         more += (request.num_tokens + ahead) // size + 1
@@ -170,7 +265,7 @@ def scheduler_class(base: type, memory: Memory) -> type:
             )
 
         def _waits(self) -> bool:
-            return bool(self.waiting) or bool(self.skipped_waiting)
+            return any(map(bool, waiting(self)))
 
         def schedule(self, *arguments: Any, **options: Any) -> Any:
             running, more = need(self)
@@ -198,7 +293,7 @@ def scheduler_class(base: type, memory: Memory) -> type:
     return Scheduler
 
 
-class Worker(GpuWorker):
+class Worker(GpuWorker):  # type: ignore[misc]
     """vLLM's worker, with an elastic KV cache where it is the only one."""
 
     def __init__(self, vllm_config: Any, *arguments: Any, **options: Any) -> None:
@@ -227,9 +322,9 @@ class Worker(GpuWorker):
             kv_cache_config.num_blocks, self.gpumux.stride >> 10, self.gpumux.range.granule // self.gpumux.stride,
         )  # fmt: skip
 
-    def _memory(self, config: Any) -> Memory:
-        if not vllm.__version__.startswith(VERSIONS):
-            raise Unfit(f"vLLM {vllm.__version__} is not one of {', '.join(VERSIONS)}x")
+    def _check(self) -> None:
+        """Raises Unfit with what vLLM's configuration says against an elastic KV cache."""
+        check()
         parallel = self.vllm_config.parallel_config
         if not in_one_process(parallel):
             raise Unfit(
@@ -242,18 +337,25 @@ class Worker(GpuWorker):
             raise Unfit("a KV connector uses the KV cache beside the scheduler")
         if self.vllm_config.scheduler_config.scheduler_cls is not None:
             raise Unfit("another scheduler is chosen with --scheduler-cls")
-        if get_kv_cache_layout() != "NHD":
-            raise Unfit("vLLM's packed layout is for VLLM_KV_CACHE_LAYOUT=NHD")
-        sizes = pages(config)
-        fit = layout(sum(sizes))
-        if fit is None:
-            raise Unfit(f"a block has {sum(sizes) >> 20} MiB, more than a granule (64 MiB): use a smaller --block-size")
-        memory = Memory(self.device.index, *fit, config.num_blocks)
-        pack(config, sizes, fit[0])
+
+    def get_supported_kv_cache_layouts(self) -> Any:
+        """vLLM 0.29 and newer take the first: one in which all layers of a block lie together. Letters are dimensions, B of blocks."""
+        found = super().get_supported_kv_cache_layouts()
+        try:
+            self._check()
+        except Unfit:
+            return found
+        return sorted(found, key=lambda it: not it.startswith("B")) if gpumux.present() else found
+
+    def _memory(self, config: Any) -> Memory:
+        self._check()
+        own = (Placed if hasattr(config, "kv_cache_layout") else Packed)(config)
+        memory = Memory(self.device.index, own.stride, own.granule, config.num_blocks)
+        own.place()
         return memory
 
     @contextlib.contextmanager
     def _maybe_get_memory_pool_context(self, tag: str) -> Iterator[None]:
-        elastic = tag == "kv_cache" and self.gpumux
-        with torch.cuda.use_mem_pool(self.gpumux.pool) if elastic else super()._maybe_get_memory_pool_context(tag):
+        elastic = self.gpumux if tag == "kv_cache" else None
+        with torch.cuda.use_mem_pool(elastic.pool) if elastic else super()._maybe_get_memory_pool_context(tag):
             yield

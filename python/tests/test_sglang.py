@@ -2,6 +2,7 @@
 
 import enum
 import importlib.util
+import os
 import sys
 import types
 import unittest
@@ -128,6 +129,23 @@ class Hooks(unittest.TestCase):
         with mock.patch.dict(sys.modules, {"sglang": None}), mock.patch.object(gpumux, "_hint", object()):
             with self.assertRaisesRegex(ImportError, "SGLang 0.5.15 to 0.5.23, which have a registry of hooks"):
                 module.plugin()
+
+    def test_elastic_cache_is_registered_where_it_is_wished(self) -> None:
+        HookRegistry.registered.clear()
+        registered = mock.Mock()
+        cache = Some(register=registered, Unfit=ValueError)
+        with mock.patch.dict(sys.modules, {"gpumux._sglang": cache}), mock.patch.object(gpumux, "_sglang", cache, create=True):
+            self.hooked(Some(HookRegistry=HookRegistry, HookType=HookType))
+            registered.assert_not_called()
+            with mock.patch.dict(os.environ, GPUMUX_KV="elastic"):
+                self.hooked(Some(HookRegistry=HookRegistry, HookType=HookType))
+                registered.assert_called_once_with(HookRegistry, HookType)
+                registered.side_effect = ValueError("SGLang has no Scheduler.on_idle")
+                with self.assertWarnsRegex(UserWarning, "fixed size: SGLang has no Scheduler.on_idle"):
+                    self.hooked(Some(HookRegistry=HookRegistry, HookType=HookType))
+            with mock.patch.dict(os.environ, GPUMUX_KV="yes"), self.assertRaisesRegex(ValueError, "fixed or elastic, not yes"):
+                self.hooked(Some(HookRegistry=HookRegistry, HookType=HookType))
+        self.assertEqual(len(HookRegistry.registered), 4)
 
     def test_without_the_library_nothing_is_registered(self) -> None:
         HookRegistry.registered.clear()

@@ -1,4 +1,4 @@
-"""Tests of `gpumux.vllm` with stand-ins for PyTorch and vLLM 0.24."""
+"""Tests of `gpumux.vllm` with stand-ins for PyTorch and vLLM. test_vllm_wheel.py compares them with vLLM's own classes."""
 
 import importlib
 import importlib.util
@@ -28,6 +28,20 @@ class Queue:
     def get_all_free_blocks(self) -> list:
         return self.blocks
 
+    def iter_blocks_after(self) -> None:
+        """Newer versions have it."""
+
+
+def with_attributes(name: str, attributes: str) -> type:
+    """A class of vLLM's of which only these names are looked at."""
+    return type(name, (), dict.fromkeys(attributes.split()))
+
+
+class Tensor(Some):
+    """vLLM's description of a KV cache tensor."""
+
+    size = offset = block_stride = 0
+
 
 class Scheduler:
     """vLLM's: a step takes as many blocks as it may, up to `wish`."""
@@ -35,7 +49,9 @@ class Scheduler:
     num_lookahead_tokens, max_num_scheduled_tokens, max_num_running_reqs = 0, 512, 8
 
     def __init__(self, kv_cache_config: Some, blocks: int) -> None:
-        self.kv_cache_config, self.running, self.waiting, self.skipped_waiting = kv_cache_config, [], [], []
+        self.kv_cache_config, self.running, self.waiting = kv_cache_config, [], []
+        # Each version has one of the two.
+        self.skipped_waiting = []
         every = [Block(number) for number in range(blocks)]
         pool = Some(blocks=every, free_block_queue=Queue(every[1:]), evict_blocks=lambda _numbers: None)
         self.kv_cache_manager, self.wish = Some(block_pool=pool, watermark_blocks=0), 0
@@ -69,6 +85,9 @@ class GpuWorker:
     def _maybe_get_memory_pool_context(self, _tag: str) -> Some:
         return mock.MagicMock()
 
+    def get_supported_kv_cache_layouts(self) -> list:
+        return ["LBNHC", "LBHNC", "BLNHC", "BLHNC"]
+
 
 class Pool:
     """PyTorch's memory pool that is in use: it takes from what has `give`."""
@@ -83,6 +102,11 @@ def loaded() -> types.ModuleType:
     names = {
         "vllm": Some(__version__="0.24.0"),
         "vllm.v1.attention.backends.utils": Some(get_kv_cache_layout=lambda: "NHD"),
+        "vllm.v1.core.block_pool": Some(BlockPool=with_attributes("BlockPool", "blocks free_block_queue evict_blocks")),
+        "vllm.v1.core.kv_cache_manager": Some(KVCacheManager=with_attributes("KVCacheManager", "block_pool watermark_blocks")),
+        "vllm.v1.core.kv_cache_utils": Some(FreeKVCacheBlockQueue=Queue, KVCacheBlock=Block),
+        "vllm.v1.kv_cache_interface": Some(KVCacheTensor=Tensor),
+        "vllm.v1.request": Some(Request=with_attributes("Request", "num_tokens num_tokens_with_spec num_computed_tokens num_output_placeholders")),
         "vllm.v1.core.sched.async_scheduler": Some(AsyncScheduler=Scheduler),
         "vllm.v1.core.sched.scheduler": Some(Scheduler=Scheduler),
         "vllm.v1.worker.gpu_worker": Some(Worker=GpuWorker),
@@ -106,8 +130,15 @@ def configuration() -> Some:
 
 def cache(blocks: int = 128, layers: int = 16, elastic: bool = True) -> Some:
     spec = Some(block_size=16, indexes_kv_by_block_stride=elastic)
-    tensors = [Some(size=blocks * 32 * KIB, offset=0, block_stride=0) for _ in range(layers)]
+    tensors = [Tensor(size=blocks * 32 * KIB, offset=0, block_stride=0) for _ in range(layers)]
     return Some(num_blocks=blocks, kv_cache_groups=[Some(kv_cache_spec=spec)], kv_cache_tensors=tensors)
+
+
+def placed(stride: int = 512 * KIB, aligned: int | None = None, **of_spec: object) -> Some:
+    """As vLLM 0.29 and newer lay it out: two kinds of layers."""
+    spec = Some(**{"block_size": 16, "head_size": 128, "block_stride_alignment": aligned} | of_spec)
+    tensors = [Tensor(size=128 * 512 * KIB, layers=[it], layer_stride=32 * KIB, block_stride=stride, offset=it * 256 * KIB) for it in (0, 1)]
+    return Some(num_blocks=128, kv_cache_layout="BLNHC", kv_cache_groups=[Some(kv_cache_spec=spec)], kv_cache_tensors=tensors)
 
 
 class Ranged(Range):
@@ -183,15 +214,54 @@ class Workers(unittest.TestCase):
 
     def test_version_without_vllm_s_modules_is_named(self) -> None:
         spec = importlib.util.spec_from_file_location("gpumux_vllm_of_another_version", module.__file__)
-        missing = {name: None for name in ("vllm.v1.core.sched.scheduler", "vllm.v1.worker.gpu_worker")}
+        missing = {name: None for name in ("vllm.v1.core.block_pool", "vllm.v1.worker.gpu_worker")}
         with mock.patch.dict(sys.modules, {"torch": mock.MagicMock(), "vllm": Some(__version__="0.40.1")} | missing):
-            with self.assertRaisesRegex(ImportError, "0.24, not vLLM 0.40.1.*leave --worker-cls out"):
+            with self.assertRaisesRegex(ImportError, "0.24 to 0.33, not vLLM 0.40.1.*leave --worker-cls out"):
                 spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
-    def test_another_version_has_vllm_s_own_memory(self) -> None:
-        with mock.patch.object(module.vllm, "__version__", "0.31.0"), self.assertLogs("vllm.gpumux", "WARNING") as logs:
+    def test_version_without_a_name_that_is_used_has_a_fixed_size(self) -> None:
+        lacking = {**module.USED, module.Request: "num_tokens num_tokens_ahead"}
+        with mock.patch.object(module, "USED", lacking), self.assertLogs("vllm.gpumux", "WARNING") as logs:
+            worker = started(configuration(), cache())
+        self.assertRegex(logs.output[0], "fixed size: gpumux .* does not fit vLLM 0.24.0: Request.num_tokens_ahead")
+        self.assertIsNone(worker.gpumux)
+
+    def test_version_with_another_list_of_free_blocks_has_a_fixed_size(self) -> None:
+        with mock.patch.object(Queue, "popright", lambda _self: None, create=True), self.assertLogs("vllm.gpumux", "WARNING") as logs:
             started(configuration(), cache())
-        self.assertIn("0.31.0", logs.output[0])
+        self.assertIn("FreeKVCacheBlockQueue.popright", logs.output[0])
+
+    def test_layouts_with_blocks_outside_come_first(self) -> None:
+        worker = module.Worker(configuration())
+        with mock.patch.object(module.gpumux, "present", lambda: True):
+            self.assertEqual(worker.get_supported_kv_cache_layouts(), ["BLNHC", "BLHNC", "LBNHC", "LBHNC"])
+            worker.vllm_config.kv_transfer_config = Some()
+            self.assertEqual(worker.get_supported_kv_cache_layouts()[0], "LBNHC")
+        self.assertEqual(module.Worker(configuration()).get_supported_kv_cache_layouts()[0], "LBNHC")
+
+    def test_cache_that_vllm_placed_gets_another_distance_of_blocks(self) -> None:
+        given = placed(stride=500 * KIB)
+        for it in given.kv_cache_tensors:
+            it.size = 128 * 500 * KIB
+        worker = started(configuration(), given)
+        self.assertEqual({(it.size, it.block_stride) for it in given.kv_cache_tensors}, {(64 * MIB, 512 * KIB)})
+        self.assertEqual([(it.offset, it.layer_stride) for it in given.kv_cache_tensors], [(0, 32 * KIB), (256 * KIB, 32 * KIB)])
+        self.assertEqual(worker.gpumux.range.granule % (512 * KIB), 0)
+
+    def test_cache_that_vllm_placed_in_another_way_has_a_fixed_size(self) -> None:
+        other = placed()
+        other.kv_cache_tensors[1].host_resident = True
+        rows = placed(stride=500 * KIB, aligned=500 * KIB)
+        for it in rows.kv_cache_tensors:
+            it.size = 128 * 500 * KIB
+        states = placed()
+        del states.kv_cache_groups[0].kv_cache_spec.head_size
+        for given, why in ((placed(stride=32 * KIB), "lie apart .layout BLNHC"), (other, "lie apart"), (rows, "multiples of 512000"), (states, "not attention")):
+            before = [(it.size, it.block_stride) for it in given.kv_cache_tensors]
+            with self.assertLogs("vllm.gpumux", "WARNING") as logs:
+                self.assertIsNone(started(configuration(), given).gpumux)
+            self.assertRegex(logs.output[0], why)
+            self.assertEqual([(it.size, it.block_stride) for it in given.kv_cache_tensors], before)
 
     def test_last_granule_stays_where_pytorch_may_use_its_end(self) -> None:
         worker = started(configuration(), cache(blocks=129))
@@ -215,8 +285,15 @@ class Steps(unittest.TestCase):
         # One is within its last block, the next begins another, the third has a prompt of which two blocks are done.
         of = [(101, 1, 101), (113, 0, 112), (300, 0, 32)]
         scheduler.running = [Some(num_tokens_with_spec=a, num_output_placeholders=b, num_computed_tokens=c) for a, b, c in of]
-        scheduler.waiting = [Some(num_tokens=300), Some(num_tokens=300), Some(num_tokens=300)]
+        scheduler.waiting, scheduler.skipped_waiting = [Some(num_tokens=300), Some(num_tokens=300)], [Some(num_tokens=300)]
         self.assertEqual(module.need(scheduler), (0 + 1 + 17, 2 * 19))
+
+    def test_scheduler_without_a_list_of_skipped_requests_is_read_too(self) -> None:
+        scheduler = self.scheduler
+        del scheduler.skipped_waiting
+        scheduler.kv_holding_waiting = [Some(num_tokens=300)]
+        self.assertEqual(module.need(scheduler), (0, 19))
+        self.assertTrue(scheduler._waits())
 
     def test_step_has_memory_and_an_idle_engine_leaves_it(self) -> None:
         scheduler = self.scheduler

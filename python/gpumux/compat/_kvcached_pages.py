@@ -13,7 +13,7 @@ import weakref
 from typing import Any, Callable, Iterable, Sequence
 
 try:
-    from kvcached.errors import StateConsistencyError  # type: ignore[import-not-found,unused-ignore]
+    from kvcached.errors import StateConsistencyError
 except ImportError:  # before 0.1.6
 
     class StateConsistencyError(RuntimeError):  # type: ignore[no-redef]
@@ -93,7 +93,7 @@ class _Info:
 
     def __init__(self, name: str, total: int) -> None:
         self.path = os.path.join("/dev/shm", name)
-        self._end: weakref.finalize[..., None] | None = None
+        self._end: weakref.finalize[..., Any] | None = None
         self._said = False
         with _users_lock:
             try:

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any, Iterable, Sequence
 
-import torch  # type: ignore[import-not-found,unused-ignore]  # kvcached has it.
+import torch  # kvcached has it.
 
 import gpumux
 from gpumux import kv
