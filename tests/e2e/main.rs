@@ -32,6 +32,7 @@ mod mover;
 mod moves;
 mod on_demand;
 mod packages;
+mod policies;
 mod pools;
 mod ranks;
 mod recipes;

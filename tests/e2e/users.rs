@@ -16,10 +16,20 @@ const NOBODY: u32 = 65534;
 
 /// A node whose folder all users may enter, or nothing when the tests do not run as root.
 fn node_of_root() -> Option<Node> {
-    if !rustix::process::geteuid().is_root() {
+    if !is_root() {
         return None;
     }
     let node = Node::start();
+    open_to_all(&node);
+    Some(node)
+}
+
+pub(crate) fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// All users may enter the node's folder.
+pub(crate) fn open_to_all(node: &Node) {
     set_permissions(node.dir(), Permissions::from_mode(0o755)).unwrap();
     let mut probe = Command::new(binary());
     let reachable = probe
@@ -33,11 +43,14 @@ fn node_of_root() -> Option<Node> {
         "nobody cannot execute {}: build where others may read",
         binary().display()
     );
-    Some(node)
 }
 
-pub(crate) fn as_nobody(mut command: Command) -> Command {
-    command.uid(NOBODY).gid(NOBODY).env("HOME", "/");
+pub(crate) fn as_nobody(command: Command) -> Command {
+    as_user(NOBODY, command)
+}
+
+pub(crate) fn as_user(uid: u32, mut command: Command) -> Command {
+    command.uid(uid).gid(uid).env("HOME", "/");
     command
 }
 

@@ -3,7 +3,7 @@
 use std::{path::Path, sync::Arc};
 
 use gpumux_core::{
-    TenantId, TenantSpec, UserId,
+    TenantId, UserId,
     admission::{self, Request, Room},
 };
 
@@ -104,11 +104,12 @@ fn refused(
     name: &str,
     declared: &DeclaredTenant,
 ) -> Option<String> {
-    let spec = declared.spec.apply(&TenantSpec::default());
-    // What makes no sense by itself was found before.
-    spec.validate().ok()?;
     let (user, _) = name.split_once('/')?;
     let uid = users::uid_of(user)?;
+    let policy = users.look(uid);
+    let spec = declared.spec.apply(&policy.least_spec());
+    // What makes no sense by itself was found before.
+    spec.validate().ok()?;
     let request = Request {
         tenant: TenantId(0),
         user: UserId(uid),
@@ -119,7 +120,7 @@ fn refused(
         device: "a device".into(),
         ..Room::default()
     }];
-    let admitted = admission::admit(&request, &users.look(uid), &config.reserve, &rooms);
+    let admitted = admission::admit(&request, &policy, &config.reserve, &rooms);
     admitted.err().map(|error| error.to_string())
 }
 
@@ -172,7 +173,7 @@ mod tests {
              [devices.{here}]\n[devices.{absent}]\n\
              [host_memory]\nlocation = '/nonexistent'\n\
              [users.nosuchuser]\n\
-             [defaults]\nmax_guaranteed = 0.5\n\
+             [defaults]\nclasses = ['batch']\nmax_guaranteed = 0.5\n\
              [tenants.'4711/web']\nguaranteed = 0.6\n\
              [tenants.night]\ngpu = ['1', 'all', '7']",
         ))

@@ -141,7 +141,8 @@ impl Tenants {
         let known =
             (new.fingerprint.as_deref()).and_then(|name| self.programs.find(peer.uid, name));
         let utility = placement::utility(&new, known.as_ref());
-        let (_, spec) = (self.table.lock().await).wish(peer.uid, &declared.spec, &new);
+        let declared = declared.spec.apply(&policy.least_spec());
+        let (_, spec) = (self.table.lock().await).wish(peer.uid, &declared, &new);
         let wish = Wish {
             new: &new,
             key: placement::trust(&new, &policy, &spec).map(|trust| Key {
@@ -167,7 +168,7 @@ impl Tenants {
             table.check_name(peer.uid, new.name.as_deref())?;
             table.check_token(&new)?;
             table.check_room(peer.uid, &policy)?;
-            let (set, spec) = table.wish(peer.uid, &declared.spec, &new);
+            let (set, spec) = table.wish(peer.uid, &declared, &new);
             let room = table.room(&wish, self.groups.unavailable());
             (placement::decide(&wish, &spec, &room), (set, spec))
         };
@@ -196,7 +197,7 @@ impl Tenants {
         };
         let mut table = self.open_table().await?;
         // By now others may have come: the tenants in the table count until this one is in it.
-        let (set, spec) = table.wish(peer.uid, &declared.spec, &new);
+        let (set, spec) = table.wish(peer.uid, &declared, &new);
         let room = table.room(&wish, self.groups.unavailable());
         let (placement, membership) = placement::place(&wish, &spec, decision, entered, &room);
         let named = new.name.is_some();

@@ -87,19 +87,18 @@ impl Table {
         }
     }
 
-    /// What was set for the name of a new tenant before, and what it is to have with that and with what is declared for it.
+    /// What was set for the name of a new tenant before, and what it is to have with that and with what is declared for it, or for any of its user's.
     pub(super) fn wish(
         &self,
         uid: u32,
-        declared: &SpecChange,
+        declared: &TenantSpec,
         new: &NewTenant,
     ) -> (Option<SpecChange>, TenantSpec) {
         let named = new.name.as_deref().filter(|_| !new.kept);
         let set = named
             .and_then(|name| self.settings.find(uid, name))
             .cloned();
-        let spec = declared.apply(&TenantSpec::default());
-        let spec = set.clone().unwrap_or_default().apply(&spec);
+        let spec = set.clone().unwrap_or_default().apply(declared);
         (set, new.spec.apply(&spec))
     }
 
