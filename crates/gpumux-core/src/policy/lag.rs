@@ -360,6 +360,8 @@ impl Memory {
             return Some(since + it.interval);
         }
         (it.since, it.looked) = (None, Some(now));
+        // Whom the accounts took for one that ran ahead would wait in the look, too.
+        self.clear();
         for track in &mut self.domains {
             (track.received_part, track.greedy) = (0.0, false);
         }

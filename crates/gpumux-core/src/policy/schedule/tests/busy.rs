@@ -87,44 +87,45 @@ fn short_requests_are_never_taken_for_a_busy_tenant() {
 fn short_requests_after_a_busy_start_take_the_device() {
     let (mut now, mut memory) = greedy(&[Class::Latency; 3]);
     let mut accounts = Accounts::default();
-    let mut at_once = 0;
-    for request in 0..4_000 {
-        let starts = request < 400;
+    // Of 500 µs each. A request needs one with the device for itself, and waits for six others' timeslices otherwise.
+    let (mut needs, mut requests, mut at_once) = (0, 0, 0);
+    for step in 0..50_000 {
+        if step < 4_000 {
+            needs = 2;
+        } else if step % 10 == 0 && needs == 0 {
+            (needs, requests) = (7, requests + 1);
+        }
         let third = &mut now.domains[2];
-        (third.demand, third.demand_since) = (Demand::Busy, now.now);
-        // Its 100 µs begin when the others have had their timeslices.
-        let mut left: u64 = 5_000;
-        let got = plan(&now, &mut memory);
-        let immediate = shape(&got)[2] == (1_000_000, Enabled);
-        at_once += u32::from(!starts && immediate);
-        let works = if starts {
-            5_000
-        } else if immediate {
-            300
+        let demand = if needs > 0 {
+            Demand::Busy
         } else {
-            3_500
+            Demand::Idle
         };
-        for (step, demand) in [(works, Demand::Busy), (5_000, Demand::Idle)] {
-            if now.domains[2].demand != demand {
-                (now.domains[2].demand, now.domains[2].demand_since) = (demand, now.now);
+        if third.demand != demand {
+            (third.demand, third.demand_since) = (demand, now.now);
+        }
+        let planned = plan(&now, &mut memory).domains;
+        for (domain, it) in now.domains.iter_mut().zip(planned) {
+            (domain.timeslice, domain.run) = (it.timeslice, it.run);
+        }
+        accounts.advance(now.now, &now.domains, &now.costs);
+        now.now += Micros(500);
+        accounts.advance(now.now, &now.domains, &now.costs);
+        for domain in &mut now.domains {
+            domain.received = accounts.get(domain.id).received();
+        }
+        // Accounts are not exact: it seems to run ahead, slowly.
+        now.domains[2].received.0 += now.domains[2].received.0 / 8;
+        match (now.domains[2].run, now.domains[2].timeslice.0) {
+            (Frozen, _) => {}
+            (Enabled, 1_000_000) => {
+                at_once += u32::from(needs == 7);
+                needs = 0;
             }
-            let until = step.min(left);
-            left -= until;
-            for _ in 0..until.div_ceil(500) {
-                let planned = plan(&now, &mut memory).domains;
-                for (domain, it) in now.domains.iter_mut().zip(planned) {
-                    (domain.timeslice, domain.run) = (it.timeslice, it.run);
-                }
-                accounts.advance(now.now, &now.domains, &now.costs);
-                now.now += Micros(until.min(500));
-                accounts.advance(now.now, &now.domains, &now.costs);
-                for domain in &mut now.domains {
-                    domain.received = accounts.get(domain.id).received();
-                }
-            }
+            (Enabled, _) => needs = i32::max(needs - 1, 0),
         }
     }
-    assert!(at_once > 3_000, "{at_once} of 3,600");
+    assert!(10 * at_once > 9 * requests, "{at_once} of {requests}");
 }
 
 #[test]
