@@ -95,7 +95,7 @@ fn members_of_a_unix_group_have_what_its_section_allows() {
     node.wait_tenant("second", |_| true);
     let error = refused(member("--class batch"));
     assert!(error.contains("max_tenants"), "{error}");
-    // Nothing of that binds root, who may give more.
+    // Nothing of that binds root, that can give more.
     let _root = Process::start(&mut node.tenant("--name root --guaranteed 40%", TICKS));
     node.wait_tenant("root", |_| true);
     own.kill();

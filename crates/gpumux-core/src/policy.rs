@@ -33,7 +33,7 @@
 //! - A domain that pauses when it ran ahead still counts as one of those that the device is divided among, until it is level at its own
 //!   rate: what it took at once, others get back then.
 //! - A pause of up to 5 ms forfeits nothing of what a domain is owed, up to a quantum; a longer one forfeits all, to all others.
-//!   Who paused when the quantum was given away takes it on its return if it is owed a whole quantum.
+//!   One that paused when the quantum was given away takes it on its return if it is owed a whole quantum.
 //! - What was received above the guarantee while no other had work costs nothing, for the share was then larger.
 //!
 //! # Bounds
