@@ -12,8 +12,8 @@ use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId,
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
 pub(super) const GRACE: Micros = Micros::from_millis(5);
-/// What a domain received is averaged over so many µs: some tokens of a language model, a few tens of short requests.
-const RECEIVED: f64 = 250_000.0;
+/// How much of the time a domain has work is averaged over so many µs: some tokens of a language model, a few tens of short requests.
+const BUSY: f64 = 250_000.0;
 
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
 /// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
@@ -31,8 +31,7 @@ pub struct Memory {
     together: Together,
 }
 
-/// While domains share by timeslices, their accounts follow these, and don't tell one that takes what it can get from one that waits with a
-/// short request. So that is looked at again without them, less and less often where it shows nothing new.
+/// While domains share by timeslices, one that waits with a short request looks like one that takes what it can get. So that is looked at again without them, less and less often where it shows nothing new.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Together {
     /// Since when they share by timeslices.
@@ -44,13 +43,13 @@ struct Together {
 }
 
 /// How long they share by timeslices before the first look without these, and at most.
-const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
+const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(16));
 /// A look that shows nothing new has the next one wait so many times as long.
 const SELDOMER: u64 = 4;
-/// A look shows nothing new if all took what they could get within so long.
+/// A look shows nothing new if all took what they could get again within so long.
 const LOOK: Micros = Micros::from_secs(1);
-/// What a domain received is averaged over so many µs in a look, which costs those that have nothing new: a burst or two of each.
-const RECEIVED_IN_LOOK: f64 = 50_000.0;
+/// The same in a look, which costs those that have nothing new: a burst or two of each.
+const BUSY_IN_LOOK: f64 = 50_000.0;
 
 /// A user, or a tenant of a user.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -108,9 +107,9 @@ pub(super) struct Track {
     pub(super) since: Micros,
     /// A latency domain that ran so far ahead that it must wait until it is level.
     pub(super) exhausted: bool,
-    /// The part of the device that it received lately, [`RECEIVED`] back or so; while it has no work, before it paused.
+    /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
     #[serde(default)]
-    pub(super) received_part: f64,
+    pub(super) busy_part: f64,
     /// A latency domain that takes what it can get.
     #[serde(default)]
     pub(super) greedy: bool,
@@ -214,7 +213,7 @@ impl Memory {
             let got = got.min(elapsed);
             // The account of a group that was made anew begins at zero.
             track.received = domain.received;
-            track.receive(got, elapsed, window);
+            track.work(elapsed, window);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
@@ -363,7 +362,7 @@ impl Memory {
         // Whom the accounts took for one that ran ahead would wait in the look, too.
         self.clear();
         for track in &mut self.domains {
-            (track.received_part, track.greedy) = (0.0, false);
+            (track.busy_part, track.greedy) = (0.0, false);
         }
         None
     }
@@ -405,10 +404,10 @@ impl Memory {
 }
 
 impl Together {
-    /// Over how many µs it is averaged what a domain received.
+    /// Over how many µs it is averaged how much of the time a domain has work.
     fn window(&self, now: Micros) -> f64 {
         let looks = self.since.is_none() && self.looked.is_some_and(|at| now < at + LOOK);
-        if looks { RECEIVED_IN_LOOK } else { RECEIVED }
+        if looks { BUSY_IN_LOOK } else { BUSY }
     }
 }
 
@@ -423,25 +422,26 @@ impl Track {
             used: 0.0,
             since: Micros::ZERO,
             exhausted: false,
-            received_part: 0.0,
+            busy_part: 0.0,
             greedy: false,
             wait: None,
             runs: None,
         }
     }
 
-    /// What it received in the last `elapsed` µs. A pause counts when it is over: before, it is not known whether the domain has little work, or none for now.
-    fn receive(&mut self, got: f64, elapsed: f64, window: f64) {
+    /// It had work in the last `elapsed` µs, if it did. A pause counts when it is over: before, it is not known whether the domain has little
+    /// work, or none for now.
+    fn work(&mut self, elapsed: f64, window: f64) {
         if self.node.wants {
             let kept = (-elapsed / window).exp();
-            self.received_part = kept * self.received_part + (1.0 - kept) * got / elapsed.max(1.0);
+            self.busy_part = kept * self.busy_part + 1.0 - kept;
         }
     }
 
     /// Its pause is over. A long one counts as one of `window`.
     fn resume(&mut self, now: Micros, window: f64) {
         let pause = now.saturating_sub(self.node.left).0 as f64;
-        self.received_part *= (-(pause / window).min(1.0)).exp();
+        self.busy_part *= (-(pause / window).min(1.0)).exp();
     }
 }
 
