@@ -12,8 +12,8 @@ use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId,
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
 pub(super) const GRACE: Micros = Micros::from_millis(5);
-/// How much of the time a domain has work is averaged over so many µs: some tokens of a language model, a few tens of short requests.
-const BUSY: f64 = 250_000.0;
+/// What a domain received is averaged over so many µs: some tokens of a language model, a few tens of short requests.
+const RECEIVED: f64 = 250_000.0;
 
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
 /// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
@@ -26,30 +26,7 @@ pub struct Memory {
     tenants: Vec<Branch<TenantId>>,
     /// In the order of the last snapshot.
     pub(super) domains: Vec<Track>,
-    /// How latency domains that take what they can get share.
-    #[serde(default)]
-    together: Together,
 }
-
-/// While domains share by timeslices, one that waits with a short request looks like one that takes what it can get. So that is looked at again without them, less and less often where it shows nothing new.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-struct Together {
-    /// Since when they share by timeslices.
-    since: Option<Micros>,
-    /// When the last look without these began.
-    looked: Option<Micros>,
-    /// How long after `since` the next one begins.
-    interval: Micros,
-}
-
-/// How long they share by timeslices before the first look without these, and at most.
-const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(16));
-/// A look that shows nothing new has the next one wait so many times as long.
-const SELDOMER: u64 = 4;
-/// A look shows nothing new if all took what they could get again within so long.
-const LOOK: Micros = Micros::from_secs(1);
-/// The same in a look, which costs those that have nothing new: a burst or two of each.
-const BUSY_IN_LOOK: f64 = 50_000.0;
 
 /// A user, or a tenant of a user.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -107,9 +84,9 @@ pub(super) struct Track {
     pub(super) since: Micros,
     /// A latency domain that ran so far ahead that it must wait until it is level.
     pub(super) exhausted: bool,
-    /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
+    /// The part of the device that it received lately, [`RECEIVED`] back or so; while it has no work, before it paused.
     #[serde(default)]
-    pub(super) busy_part: f64,
+    pub(super) received_part: f64,
     /// A latency domain that takes what it can get.
     #[serde(default)]
     pub(super) greedy: bool,
@@ -200,7 +177,6 @@ impl Memory {
         }
         let elapsed = self.at.map_or(0, |at| now.saturating_sub(at).0) as f64;
         self.at = self.at.max(Some(now));
-        let window = self.together.window(now);
         let mut delivered = 0.0;
         let mut users = vec![0.0; self.users.len()];
         let mut tenants = vec![0.0; self.tenants.len()];
@@ -213,7 +189,7 @@ impl Memory {
             let got = got.min(elapsed);
             // The account of a group that was made anew begins at zero.
             track.received = domain.received;
-            track.work(elapsed, window);
+            track.receive(got, elapsed);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
@@ -323,13 +299,12 @@ impl Memory {
             let whole = users[tenant.parent].share;
             tenant.node.take(next, whole, now, most);
         }
-        let window = self.together.window(now);
         for (track, it) in self.domains.iter_mut().zip(entitled) {
             let mut next = Node::default();
             next.add(it);
             let whole = tenants[track.parent].share;
             if it.wants && !track.node.wants {
-                track.resume(now, window);
+                track.resume(now);
             }
             track.node.take(&next, whole, now, most);
         }
@@ -340,36 +315,6 @@ impl Memory {
             let above = tenant.node.lag + tenant.node.part * user.lag;
             track.lag = track.node.lag + track.node.part * above;
         }
-    }
-
-    /// Latency domains that take what they can get contend. When they are to be looked at without sharing by timeslices; none if that begins now.
-    pub(super) fn share_together(&mut self, now: Micros) -> Option<Micros> {
-        let (first, last) = LOOKS;
-        let it = &mut self.together;
-        let Some(since) = it.since else {
-            let nothing_new = it.looked.is_some_and(|at| now < at + LOOK);
-            it.interval = match nothing_new {
-                true => Micros(SELDOMER * it.interval.0).min(last),
-                false => first,
-            };
-            it.since = Some(now);
-            return Some(now + it.interval);
-        };
-        if now < since + it.interval {
-            return Some(since + it.interval);
-        }
-        (it.since, it.looked) = (None, Some(now));
-        // Whom the accounts took for one that ran ahead would wait in the look, too.
-        self.clear();
-        for track in &mut self.domains {
-            (track.busy_part, track.greedy) = (0.0, false);
-        }
-        None
-    }
-
-    /// They don't.
-    pub(super) fn share_apart(&mut self) {
-        self.together.since = None;
     }
 
     /// Timeslices keep the shares of these domains, so that none of them owns a quantum. What is owed stays within `most`: they do that roughly.
@@ -403,14 +348,6 @@ impl Memory {
     }
 }
 
-impl Together {
-    /// Over how many µs it is averaged how much of the time a domain has work.
-    fn window(&self, now: Micros) -> f64 {
-        let looks = self.since.is_none() && self.looked.is_some_and(|at| now < at + LOOK);
-        if looks { BUSY_IN_LOOK } else { BUSY }
-    }
-}
-
 impl Track {
     fn new(domain: &DomainState) -> Self {
         Self {
@@ -422,26 +359,25 @@ impl Track {
             used: 0.0,
             since: Micros::ZERO,
             exhausted: false,
-            busy_part: 0.0,
+            received_part: 0.0,
             greedy: false,
             wait: None,
             runs: None,
         }
     }
 
-    /// It had work in the last `elapsed` µs, if it did. A pause counts when it is over: before, it is not known whether the domain has little
-    /// work, or none for now.
-    fn work(&mut self, elapsed: f64, window: f64) {
+    /// What it received in the last `elapsed` µs. A pause counts when it is over: before, it is not known whether the domain has little work, or none for now.
+    fn receive(&mut self, got: f64, elapsed: f64) {
         if self.node.wants {
-            let kept = (-elapsed / window).exp();
-            self.busy_part = kept * self.busy_part + 1.0 - kept;
+            let kept = (-elapsed / RECEIVED).exp();
+            self.received_part = kept * self.received_part + (1.0 - kept) * got / elapsed.max(1.0);
         }
     }
 
-    /// Its pause is over. A long one counts as one of `window`.
-    fn resume(&mut self, now: Micros, window: f64) {
+    /// Its pause is over. A long one counts as one of [`RECEIVED`].
+    fn resume(&mut self, now: Micros) {
         let pause = now.saturating_sub(self.node.left).0 as f64;
-        self.busy_part *= (-(pause / window).min(1.0)).exp();
+        self.received_part *= (-(pause / RECEIVED).min(1.0)).exp();
     }
 }
 

@@ -60,9 +60,8 @@ const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
 const MIN_STEP_US: f64 = 2_000.0;
 /// A domain that has paused for longer is not expected back soon.
 const PAUSE: Micros = Micros::from_millis(100);
-/// A latency domain takes what it can get while it has work for at least the first part of the time, as after a long pause; it is found to from
-/// the second on. What it receives does not tell: one with short requests and a small share receives that, too.
-const GREEDY: (f64, f64) = (0.3, 0.6);
+/// A latency domain takes what it can get while it receives at least the first part of its share, as after a long pause; it is found to from the second on.
+const GREEDY: (f64, f64) = (0.3, 0.75);
 /// A latency domain may run ahead by this at least: a freeze costs about as much.
 const MIN_BURST_US: f64 = 1_000.0;
 /// The part of its objective that a request may wait for one timeslice of the owner, and the longest such
@@ -158,9 +157,6 @@ impl<D: Division> Policy for Shared<D> {
             true => {
                 stage.bursts(memory);
                 let together = stage.together(&self.division, snapshot, memory);
-                if together.is_none() {
-                    memory.share_apart();
-                }
                 stage.choose_owner(memory);
                 stage.ask_for_budgets();
                 stage.separate(memory, &snapshot.gangs);
@@ -467,7 +463,8 @@ impl<'a> Stage<'a> {
             }
             let track = &mut memory.domains[index];
             let (least, most) = GREEDY;
-            track.greedy = track.busy_part >= most || track.greedy && track.busy_part >= least;
+            let part = track.received_part / share.max(1e-9);
+            track.greedy = part >= most || track.greedy && part >= least;
             if !track.greedy && actor.domain.demand != Demand::Unknown {
                 return None;
             }
@@ -479,8 +476,6 @@ impl<'a> Stage<'a> {
         }
         among.extend(Some(others).filter(|share| *share > 0.0));
         let round = self.round_together(&among)?;
-        let look = memory.share_together(self.now)?;
-        self.ask_at(look);
         self.pace = (others / (others + running).max(1e-9)).max(1e-3);
         for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
             (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);

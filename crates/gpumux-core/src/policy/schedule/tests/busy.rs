@@ -1,19 +1,13 @@
 //! Latency tenants that always have work, beside each other and beside others.
 
 use super::*;
-use crate::accounts::Accounts;
 
-/// Two latency domains that take what they can get, from the first plan on until a look at them has shown nothing new. A third has no work.
+/// Latency domains that take what they can get, from the first plan on for a second.
 fn greedy(classes: &[Class]) -> (Snapshot, Memory) {
     let domains = (0..classes.len() as u64).map(|id| domain(id + 1, id));
     let mut now = snapshot(classes, domains.collect());
-    for (domain, class) in now.domains.iter_mut().zip(classes).skip(2) {
-        if *class == Class::Latency {
-            domain.demand = Demand::Idle;
-        }
-    }
     let mut memory = Memory::default();
-    for ms in 0..=2000 {
+    for ms in 0..=1000 {
         now.now = Micros::from_millis(ms);
         plan(&now, &mut memory);
         for domain in &mut now.domains[..2] {
@@ -29,7 +23,7 @@ fn busy_latency_tenants_share_by_timeslices() {
     let shared = [(2_048, Enabled), (2_048, Enabled)];
     assert_eq!(shape(&plan(&now, &mut memory)), shared);
     // A pause between two tokens changes nothing, nor does one between two sequences.
-    for pause in [5, 500] {
+    for pause in [5, 5_000] {
         let (mut now, mut memory) = (now.clone(), memory.clone());
         now.domains[0].demand = Demand::Idle;
         now.domains[0].demand_since = now.now;
@@ -86,59 +80,6 @@ fn short_requests_are_never_taken_for_a_busy_tenant() {
     }
 }
 
-/// One that is busy while it starts, and then has short requests. While these share by timeslices, most of their time is waiting, and accounts
-/// that follow timeslices count its part of that.
-#[test]
-fn short_requests_after_a_busy_start_take_the_device() {
-    let (mut now, mut memory) = greedy(&[Class::Latency; 3]);
-    let mut accounts = Accounts::default();
-    // Of 500 µs each. A request needs one with the device for itself, and waits for six others' timeslices otherwise.
-    let (mut needs, mut requests, mut at_once) = (0, 0, 0);
-    for step in 0..50_000 {
-        if step < 4_000 {
-            needs = 2;
-        } else if step % 10 == 0 && needs == 0 {
-            needs = 7;
-        }
-        // From when the last look begins.
-        let counts = step >= 4_000 + 32_000;
-        let third = &mut now.domains[2];
-        let demand = if needs > 0 {
-            Demand::Busy
-        } else {
-            Demand::Idle
-        };
-        if third.demand != demand {
-            (third.demand, third.demand_since) = (demand, now.now);
-        }
-        let planned = plan(&now, &mut memory).domains;
-        for (domain, it) in now.domains.iter_mut().zip(planned) {
-            (domain.timeslice, domain.run) = (it.timeslice, it.run);
-        }
-        accounts.advance(now.now, &now.domains, &now.costs);
-        now.now += Micros(500);
-        accounts.advance(now.now, &now.domains, &now.costs);
-        for domain in &mut now.domains {
-            domain.received = accounts.get(domain.id).received();
-        }
-        // Accounts are not exact: it seems to run ahead, slowly.
-        now.domains[2].received.0 += now.domains[2].received.0 / 8;
-        requests += u32::from(counts && needs == 7);
-        match (now.domains[2].run, now.domains[2].timeslice.0) {
-            (Frozen, _) => {}
-            (Enabled, 1_000_000) => {
-                at_once += u32::from(counts && needs == 7);
-                needs = 0;
-            }
-            (Enabled, _) => needs = i32::max(needs - 1, 0),
-        }
-    }
-    assert!(
-        requests > 1_000 && 100 * at_once >= 99 * requests,
-        "{at_once} of {requests}"
-    );
-}
-
 #[test]
 fn busy_latency_tenants_leave_the_owner_the_others_shares() {
     let (now, mut memory) = greedy(&[Class::Latency, Class::Latency, Class::Batch, Class::Batch]);
@@ -167,7 +108,7 @@ fn busy_latency_tenants_leave_the_owner_the_others_shares() {
 #[test]
 fn busy_latency_tenants_owe_each_other_little() {
     let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
-    for _ in 0..6 {
+    for _ in 0..600 {
         now.now += Micros::from_millis(100);
         now.domains[0].received += Micros::from_millis(90);
         now.domains[1].received += Micros::from_millis(9 + 20);
@@ -194,7 +135,7 @@ fn idle_latency_tenant_has_no_part_of_the_owners_timeslice() {
 #[test]
 fn short_requests_take_the_device_from_busy_latency_tenants() {
     let (mut now, mut memory) = greedy(&[Class::Latency; 3]);
-    (now.domains[2].demand, now.domains[2].demand_since) = (Demand::Busy, now.now);
+    now.domains[2].demand_since = now.now;
     let at_once = [(1_000_000, Enabled)];
     assert_eq!(shape(&plan(&now, &mut memory))[2..], at_once);
     let runs = |plan: &Plan| plan.domains.iter().filter(|it| it.run == Enabled).count();
