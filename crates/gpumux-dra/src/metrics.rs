@@ -121,7 +121,8 @@ const SERIES: [Series; 11] = [
         "DCGM_FI_DEV_GPU_UTIL",
         "gauge",
         "Percent of what the pod is entitled to that it uses: at 100 it has no headroom.",
-        |_, domain| domain.map(utilization),
+        // Also of a pod that has used nothing yet: a router gives one without a sample no requests.
+        |_, domain| Some(domain.map_or(0.0, utilization)),
     ),
     (
         "gpumux_pod_guaranteed_share",

@@ -71,6 +71,15 @@ async fn a_scrape_names_pods_and_containers() {
         assert!(!answer.contains("serve-0"), "{answer}");
     }
     let text = get("reader").await;
+    // All of its share is there for a pod that has used nothing yet.
+    let idle = text
+        .lines()
+        .find(|line| line.starts_with("DCGM_FI_DEV_GPU_UTIL{"))
+        .expect("a sample");
+    assert!(
+        idle.contains(r#"pod="serve-0""#) && idle.ends_with("} 0"),
+        "{idle}"
+    );
     let guaranteed = text
         .lines()
         .find(|line| line.starts_with("gpumux_pod_guaranteed_share{"))
