@@ -38,6 +38,8 @@ MODES = ["alone", *NEIGHBOURS]
 # Where all blocks run to their end, there is no state to save.
 DEFAULT_MODES = [it for it in MODES if it not in ("wait-for-idle-state", "wait-for-idle-shared", "thread-block-shared")]
 CASES = {"100us": 100, "300us": 300, "1ms": 1_000}
+# A host that spins sees the end of a request some µs after it (see `wake` of mode alone).
+WAKE_US = 60.0
 
 Request = Sequence[int]  # submitted, first and last instruction, seen
 
@@ -83,6 +85,9 @@ def cell(found: dict[str, Any], neighbour: dict[str, Any] | None) -> dict[str, A
     if not found["requests"]:
         raise BenchError("no request was made")
     each = [parts(request, ahead, ran) for request in found["requests"]]
+    wake = statistics.median(it.wake for it in each)
+    if wake > WAKE_US:
+        raise BenchError(f"the clocks of host and device were compared wrongly: a host that spins would see a request's end {wake:.0f} µs late, and {WAKE_US:.0f} is the most that is plausible")
     met = [it for it in each if it.stopped is not None and it.switch is not None]
     rates = {"met": len(met) / len(each)} if neighbour else {}
     if met:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unittest
 
+import common
 import switch
 
 US = 1_000
@@ -44,6 +45,13 @@ class Switch(unittest.TestCase):
         self.assertEqual(made["more_ms"]["kernel"], [0.3, 0.3])
         alone = switch.cell({"compared": compared, "requests": requests}, None)
         self.assertEqual(alone["rates"], {})
+
+    def test_clocks_that_were_compared_wrongly_are_an_error(self) -> None:
+        # The comparison met the neighbour: the device's clock seems 0.15 ms later than it is.
+        compared = [[0, AHEAD + 154 * US, AHEAD + 156 * US, 10 * US]]
+        requests = [[0, AHEAD + 170 * US, AHEAD + 470 * US, 480 * US]]
+        with self.assertRaisesRegex(common.BenchError, "clocks"):
+            switch.cell({"compared": compared, "requests": requests}, {"ran": []})
 
     def test_every_mode_names_a_neighbour(self) -> None:
         self.assertLess(set(switch.DEFAULT_MODES), set(switch.MODES))
