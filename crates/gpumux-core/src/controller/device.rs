@@ -230,13 +230,10 @@ impl Device {
 
     /// A group is one channel group on the device: while the memory of one member is away, none runs.
     pub(super) fn park(&mut self, name: DomainId) {
-        let members = || self.domains.values().filter(|it| it.planned_as() == name);
-        let is_away = members().any(|it| it.away);
-        for domain in self
-            .domains
-            .values_mut()
-            .filter(|it| it.planned_as() == name)
-        {
+        let all = self.domains.values_mut();
+        let mut members: Vec<_> = all.filter(|it| it.planned_as() == name).collect();
+        let is_away = members.iter().any(|it| it.away);
+        for domain in &mut members {
             domain.swapped_out = is_away;
             domain.state.pinned = is_away.then_some(RunState::Frozen);
         }

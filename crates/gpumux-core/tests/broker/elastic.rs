@@ -123,8 +123,8 @@ fn stopped_holder_is_reported_once_others_are_guaranteed_what_it_has() {
     assert_eq!(world.silent.len(), 1);
 }
 
-#[test]
-fn holder_that_stops_in_the_middle_is_reported() {
+/// A holder of free pages that stops after it was frozen for them, until that must have been noticed.
+fn stopped_in_the_middle() -> World {
     let mut world = borrower(30, 0);
     world.ask(ProcessId(2), 1, 20 * GIB);
     while !world.frozen.contains(&TenantId(1)) {
@@ -132,19 +132,19 @@ fn holder_that_stops_in_the_middle_is_reported() {
     }
     world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Stopped;
     world.run_for(FREEZE + HEDGE + S);
+    world
+}
+
+#[test]
+fn holder_that_stops_in_the_middle_is_reported() {
+    let world = stopped_in_the_middle();
     assert!(world.standing(1).stuck && !world.silent.is_empty());
 }
 
 /// It may map memory anew at any moment.
 #[test]
 fn holder_that_stops_while_it_frees_pages_stays_frozen() {
-    let mut world = borrower(30, 0);
-    world.ask(ProcessId(2), 1, 20 * GIB);
-    while !world.frozen.contains(&TenantId(1)) {
-        world.run_for(Micros(50));
-    }
-    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Stopped;
-    world.run_for(FREEZE + HEDGE + S);
+    let mut world = stopped_in_the_middle();
     assert!(world.standing(1).stuck && world.frozen.contains(&TenantId(1)));
     world.wake_up(1);
     world.run_for(S);
