@@ -21,8 +21,9 @@
 //!   *quantum*. The others are frozen, and so are those that paused within the last 100 ms: they may be back before the next look;
 //! - a latency domain that has run for 10 ms without a pause rotates, too, if there are others of its class, which then preempt it. Within its
 //!   burst it goes before lower classes all the same;
-//! - latency domains that all receive most of their shares share by timeslices: none of them has short requests, for which the device would be taken
+//! - latency domains that all have work most of the time share by timeslices: none of them has short requests, for which the device would be taken
 //!   from the others at once, and each can use the gaps of the others. The owner beside them has a timeslice for the shares of all that rotate.
+//!   Among timeslices, short requests wait most of the time. So those that pause are *looked at* without timeslices, less and less often.
 //!
 //! # Lag
 //! The module `lag` counts for each user, tenant and domain the device time that it was entitled to while it wanted the device, less the

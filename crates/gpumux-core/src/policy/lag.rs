@@ -12,8 +12,21 @@ use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId,
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
 pub(super) const GRACE: Micros = Micros::from_millis(5);
-/// What a domain received is averaged over so many µs: some tokens of a language model, a few tens of short requests.
-const RECEIVED: f64 = 250_000.0;
+/// How much of the time a domain has work is averaged over so many µs: some tokens of a language model, a few tens of short requests.
+const BUSY: f64 = 250_000.0;
+/// The same in a look.
+const BUSY_IN_LOOK: f64 = 50_000.0;
+/// A latency domain takes what it can get while it has work for at least the first part of the time, as after a long pause; it is found to from
+/// the second on. What it receives does not tell: one with short requests and a small share receives that, too.
+const GREEDY: (f64, f64) = (0.3, 0.6);
+/// One that never pauses need not be looked at.
+const ALWAYS: f64 = 0.98;
+/// How long a domain is taken for one that takes what it can get before the first look at it, and at most.
+const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
+/// A look that shows nothing new has the next one wait so many times as long.
+const SELDOMER: u64 = 4;
+/// A look shows nothing new if it is over within so long.
+const LOOK: Micros = Micros::from_secs(1);
 
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
 /// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
@@ -84,12 +97,18 @@ pub(super) struct Track {
     pub(super) since: Micros,
     /// A latency domain that ran so far ahead that it must wait until it is level.
     pub(super) exhausted: bool,
-    /// The part of the device that it received lately, [`RECEIVED`] back or so; while it has no work, before it paused.
+    /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
     #[serde(default)]
-    pub(super) received_part: f64,
-    /// A latency domain that takes what it can get.
+    busy_part: f64,
+    /// A latency domain that takes what it can get: since when.
     #[serde(default)]
-    pub(super) greedy: bool,
+    greedy: Option<Micros>,
+    /// How long it is taken for one until the next look.
+    #[serde(default)]
+    look_after: Micros,
+    /// When the last look began.
+    #[serde(default)]
+    looked: Option<Micros>,
     wait: Option<Wait>,
     /// Since when its gang runs.
     runs: Option<Micros>,
@@ -189,7 +208,7 @@ impl Memory {
             let got = got.min(elapsed);
             // The account of a group that was made anew begins at zero.
             track.received = domain.received;
-            track.receive(got, elapsed);
+            track.work(elapsed, now);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
@@ -317,6 +336,25 @@ impl Memory {
         }
     }
 
+    /// Looks at the domains that take what they can get, and pause: what they do when they may take the device at once.
+    pub(super) fn look(&mut self, now: Micros) {
+        for track in &mut self.domains {
+            if track.look_at().is_none() {
+                continue;
+            }
+            (track.greedy, track.looked, track.busy_part) = (None, Some(now), 0.0);
+            // Timeslices tell roughly what it received. One that was taken to have run ahead would wait.
+            let tenant = &mut self.tenants[track.parent];
+            let nodes = [
+                &mut track.node,
+                &mut tenant.node,
+                &mut self.users[tenant.parent].node,
+            ];
+            nodes.into_iter().for_each(|it| it.lag = it.lag.max(0.0));
+        }
+        self.level();
+    }
+
     /// Timeslices keep the shares of these domains, so that none of them owns a quantum. What is owed stays within `most`: they do that roughly.
     pub(super) fn leave_to_timeslices(&mut self, ids: impl Iterator<Item = DomainId>, most: f64) {
         for id in ids {
@@ -359,25 +397,62 @@ impl Track {
             used: 0.0,
             since: Micros::ZERO,
             exhausted: false,
-            received_part: 0.0,
-            greedy: false,
+            busy_part: 0.0,
+            greedy: None,
+            look_after: Micros::ZERO,
+            looked: None,
             wait: None,
             runs: None,
         }
     }
 
-    /// What it received in the last `elapsed` µs. A pause counts when it is over: before, it is not known whether the domain has little work, or none for now.
-    fn receive(&mut self, got: f64, elapsed: f64) {
+    /// It had work in the last `elapsed` µs, if it did. A pause counts when it is over: before, it is not known whether the domain has little
+    /// work, or none for now.
+    fn work(&mut self, elapsed: f64, now: Micros) {
         if self.node.wants {
-            let kept = (-elapsed / RECEIVED).exp();
-            self.received_part = kept * self.received_part + (1.0 - kept) * got / elapsed.max(1.0);
+            let kept = (-elapsed / self.window(now)).exp();
+            self.busy_part = kept * self.busy_part + 1.0 - kept;
         }
     }
 
-    /// Its pause is over. A long one counts as one of [`RECEIVED`].
+    /// Its pause is over. A long one counts as one of the window.
     fn resume(&mut self, now: Micros) {
         let pause = now.saturating_sub(self.node.left).0 as f64;
-        self.received_part *= (-(pause / RECEIVED).min(1.0)).exp();
+        self.busy_part *= (-(pause / self.window(now)).min(1.0)).exp();
+    }
+
+    /// Over how many µs it is averaged how much of the time it has work.
+    fn window(&self, now: Micros) -> f64 {
+        let looked_at = self.greedy.is_none() && self.was_looked_at(now);
+        if looked_at { BUSY_IN_LOOK } else { BUSY }
+    }
+
+    fn was_looked_at(&self, now: Micros) -> bool {
+        self.looked.is_some_and(|at| now < at + LOOK)
+    }
+
+    /// Whether it takes what it can get.
+    pub(super) fn is_greedy(&mut self, now: Micros) -> bool {
+        let (least, most) = GREEDY;
+        if self.greedy.is_none() && self.busy_part >= most {
+            let (first, last) = LOOKS;
+            self.look_after = match self.was_looked_at(now) {
+                true => Micros(SELDOMER * self.look_after.0).min(last),
+                false => first,
+            };
+            self.greedy = Some(now);
+        } else if self.busy_part < least {
+            self.greedy = None;
+        }
+        self.greedy.is_some()
+    }
+
+    /// When it is to be looked at without timeslices, among which one that waits with a short request looks like one that takes what it can get.
+    pub(super) fn look_at(&self) -> Option<Micros> {
+        let pauses = self.busy_part < ALWAYS;
+        self.greedy
+            .filter(|_| pauses)
+            .map(|since| since + self.look_after)
     }
 }
 

@@ -60,8 +60,6 @@ const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
 const MIN_STEP_US: f64 = 2_000.0;
 /// A domain that has paused for longer is not expected back soon.
 const PAUSE: Micros = Micros::from_millis(100);
-/// A latency domain takes what it can get while it receives at least the first part of its share, as after a long pause; it is found to from the second on.
-const GREEDY: (f64, f64) = (0.3, 0.75);
 /// A latency domain may run ahead by this at least: a freeze costs about as much.
 const MIN_BURST_US: f64 = 1_000.0;
 /// The part of its objective that a request may wait for one timeslice of the owner, and the longest such
@@ -452,6 +450,7 @@ impl<'a> Stage<'a> {
         }
         let shares = self.shares_lately(division, snapshot);
         let (mut among, mut running, mut others) = (Vec::new(), 0.0, 0.0);
+        let (mut short, mut look_at) = (false, None);
         for (index, actor) in self.cast.iter().enumerate() {
             if !self.lately(actor) || actor.held() {
                 continue;
@@ -462,20 +461,22 @@ impl<'a> Stage<'a> {
                 continue;
             }
             let track = &mut memory.domains[index];
-            let (least, most) = GREEDY;
-            let part = track.received_part / share.max(1e-9);
-            track.greedy = part >= most || track.greedy && part >= least;
-            if !track.greedy && actor.domain.demand != Demand::Unknown {
-                return None;
-            }
+            short |= !track.is_greedy(self.now) && actor.domain.demand != Demand::Unknown;
+            look_at = look_at.into_iter().chain(track.look_at()).min();
             among.push(share);
             running += if actor.runnable() { share } else { 0.0 };
         }
-        if among.len() < 2 {
+        if short || among.len() < 2 {
             return None;
         }
         among.extend(Some(others).filter(|share| *share > 0.0));
         let round = self.round_together(&among)?;
+        if look_at.is_some_and(|at| at <= self.now) {
+            memory.look(self.now);
+            self.ask_at(self.now);
+            return None;
+        }
+        look_at.into_iter().for_each(|at| self.ask_at(at));
         self.pace = (others / (others + running).max(1e-9)).max(1e-3);
         for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
             (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);
