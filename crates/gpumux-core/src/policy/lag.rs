@@ -19,14 +19,12 @@ const BUSY_IN_LOOK: f64 = 50_000.0;
 /// A latency domain takes what it can get while it has work for at least the first part of the time, as after a long pause; it is found to from
 /// the second on. What it receives does not tell: one with short requests and a small share receives that, too.
 const GREEDY: (f64, f64) = (0.3, 0.6);
-/// One that never pauses need not be looked at.
-const ALWAYS: f64 = 0.98;
 /// How long a domain is taken for one that takes what it can get before the first look at it, and at most.
 const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
 /// A look that shows nothing new has the next one wait so many times as long.
 const SELDOMER: u64 = 4;
-/// A look shows nothing new if it is over within so long.
-const LOOK: Micros = Micros::from_secs(1);
+/// How long a look takes at most.
+const LOOK: Micros = Micros::from_millis(100);
 
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
 /// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
@@ -39,6 +37,16 @@ pub struct Memory {
     tenants: Vec<Branch<TenantId>>,
     /// In the order of the last snapshot.
     pub(super) domains: Vec<Track>,
+    /// Since when domains share by timeslices that all take what they can get.
+    #[serde(default)]
+    together: Option<Micros>,
+    /// A look at one of these: at what it does when it may take the device at once. Among timeslices, one that waits with a short request seems
+    /// to be one of them.
+    #[serde(default)]
+    look: Option<DomainId>,
+    /// When the last look began.
+    #[serde(default)]
+    looked: Micros,
 }
 
 /// A user, or a tenant of a user.
@@ -100,15 +108,12 @@ pub(super) struct Track {
     /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
     #[serde(default)]
     busy_part: f64,
-    /// A latency domain that takes what it can get: since when.
+    /// Takes what it can get, of latency domains: since when.
     #[serde(default)]
-    greedy: Option<Micros>,
-    /// How long it is taken for one until the next look.
+    pub(super) greedy: Option<Micros>,
+    /// How long it is taken for one until it is looked at.
     #[serde(default)]
     look_after: Micros,
-    /// When the last look began.
-    #[serde(default)]
-    looked: Option<Micros>,
     wait: Option<Wait>,
     /// Since when its gang runs.
     runs: Option<Micros>,
@@ -208,7 +213,7 @@ impl Memory {
             let got = got.min(elapsed);
             // The account of a group that was made anew begins at zero.
             track.received = domain.received;
-            track.work(elapsed, now);
+            track.work(elapsed, window(self.look, track.id));
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
@@ -257,6 +262,7 @@ impl Memory {
         }
         let before = std::mem::take(self);
         (self.at, self.owner) = (before.at, before.owner);
+        (self.together, self.look, self.looked) = (before.together, before.look, before.looked);
         for domain in &snapshot.domains {
             let user = snapshot.user_of(domain.tenant);
             let user = branch(&mut self.users, &before.users, user, 0);
@@ -323,7 +329,7 @@ impl Memory {
             next.add(it);
             let whole = tenants[track.parent].share;
             if it.wants && !track.node.wants {
-                track.resume(now);
+                track.resume(now, window(self.look, track.id));
             }
             track.node.take(&next, whole, now, most);
         }
@@ -336,23 +342,49 @@ impl Memory {
         }
     }
 
-    /// Looks at the domains that take what they can get, and pause: what they do when they may take the device at once.
-    pub(super) fn look(&mut self, now: Micros) {
-        for track in &mut self.domains {
-            if track.look_at().is_none() {
-                continue;
-            }
-            (track.greedy, track.looked, track.busy_part) = (None, Some(now), 0.0);
-            // Timeslices tell roughly what it received. One that was taken to have run ahead would wait.
-            let tenant = &mut self.tenants[track.parent];
-            let nodes = [
-                &mut track.node,
-                &mut tenant.node,
-                &mut self.users[tenant.parent].node,
-            ];
-            nodes.into_iter().for_each(|it| it.lag = it.lag.max(0.0));
+    /// Domains share by timeslices that are all greedy. Begins a look at one of them, if that is due. Else when one will be.
+    pub(super) fn look(&mut self, now: Micros) -> Option<Micros> {
+        let begun = *self.together.get_or_insert(now);
+        let due = self.domains.iter_mut();
+        let due = due.filter_map(|it| Some((it.greedy?.max(begun) + it.look_after, it)));
+        let (at, track) = due.min_by_key(|(at, _)| *at)?;
+        let at = at.max(self.looked + LOOKS.0);
+        if at > now {
+            return Some(at);
         }
-        self.level();
+        (track.greedy, track.busy_part) = (None, 0.0);
+        (self.look, self.looked) = (Some(track.id), now);
+        None
+    }
+
+    /// They do not, or not now.
+    pub(super) fn are_apart(&mut self) {
+        self.together = self.together.filter(|_| self.look.is_some());
+    }
+
+    /// The domain that is looked at, and when that will be over. One that takes what it can get is found to before. Another had not run ahead:
+    /// timeslices tell roughly what a domain received.
+    pub(super) fn looked_at(&mut self, now: Micros) -> Option<(DomainId, Micros)> {
+        let (id, end) = (self.look?, self.looked + LOOK);
+        let Some(track) = self.domains.iter_mut().find(|it| it.id == id) else {
+            self.look = None;
+            return None;
+        };
+        if track.busy_part >= GREEDY.1 {
+            track.greedy = Some(now);
+            track.look_after = Micros(SELDOMER * track.look_after.0).min(LOOKS.1);
+        } else if now < end {
+            return Some((id, end));
+        } else {
+            let tenant = &mut self.tenants[track.parent];
+            let user = &mut self.users[tenant.parent];
+            for node in [&mut track.node, &mut tenant.node, &mut user.node] {
+                node.lag = node.lag.max(0.0);
+            }
+            track.lag = track.lag.max(0.0);
+        }
+        self.look = None;
+        None
     }
 
     /// Timeslices keep the shares of these domains, so that none of them owns a quantum. What is owed stays within `most`: they do that roughly.
@@ -400,7 +432,6 @@ impl Track {
             busy_part: 0.0,
             greedy: None,
             look_after: Micros::ZERO,
-            looked: None,
             wait: None,
             runs: None,
         }
@@ -408,51 +439,36 @@ impl Track {
 
     /// It had work in the last `elapsed` µs, if it did. A pause counts when it is over: before, it is not known whether the domain has little
     /// work, or none for now.
-    fn work(&mut self, elapsed: f64, now: Micros) {
+    fn work(&mut self, elapsed: f64, window: f64) {
         if self.node.wants {
-            let kept = (-elapsed / self.window(now)).exp();
+            let kept = (-elapsed / window).exp();
             self.busy_part = kept * self.busy_part + 1.0 - kept;
         }
     }
 
     /// Its pause is over. A long one counts as one of the window.
-    fn resume(&mut self, now: Micros) {
+    fn resume(&mut self, now: Micros, window: f64) {
         let pause = now.saturating_sub(self.node.left).0 as f64;
-        self.busy_part *= (-(pause / self.window(now)).min(1.0)).exp();
-    }
-
-    /// Over how many µs it is averaged how much of the time it has work.
-    fn window(&self, now: Micros) -> f64 {
-        let looked_at = self.greedy.is_none() && self.was_looked_at(now);
-        if looked_at { BUSY_IN_LOOK } else { BUSY }
-    }
-
-    fn was_looked_at(&self, now: Micros) -> bool {
-        self.looked.is_some_and(|at| now < at + LOOK)
+        self.busy_part *= (-(pause / window).min(1.0)).exp();
     }
 
     /// Whether it takes what it can get.
     pub(super) fn is_greedy(&mut self, now: Micros) -> bool {
         let (least, most) = GREEDY;
-        if self.greedy.is_none() && self.busy_part >= most {
-            let (first, last) = LOOKS;
-            self.look_after = match self.was_looked_at(now) {
-                true => Micros(SELDOMER * self.look_after.0).min(last),
-                false => first,
-            };
-            self.greedy = Some(now);
-        } else if self.busy_part < least {
+        if self.busy_part < least {
             self.greedy = None;
+        } else if self.greedy.is_none() && self.busy_part >= most {
+            (self.greedy, self.look_after) = (Some(now), LOOKS.0);
         }
         self.greedy.is_some()
     }
+}
 
-    /// When it is to be looked at without timeslices, among which one that waits with a short request looks like one that takes what it can get.
-    pub(super) fn look_at(&self) -> Option<Micros> {
-        let pauses = self.busy_part < ALWAYS;
-        self.greedy
-            .filter(|_| pauses)
-            .map(|since| since + self.look_after)
+/// Over how many µs it is averaged how much of the time a domain has work.
+fn window(look: Option<DomainId>, id: DomainId) -> f64 {
+    match look == Some(id) {
+        true => BUSY_IN_LOOK,
+        false => BUSY,
     }
 }
 

@@ -155,6 +155,9 @@ impl<D: Division> Policy for Shared<D> {
             true => {
                 stage.bursts(memory);
                 let together = stage.together(&self.division, snapshot, memory);
+                if together.is_none() {
+                    memory.are_apart();
+                }
                 stage.choose_owner(memory);
                 stage.ask_for_budgets();
                 stage.separate(memory, &snapshot.gangs);
@@ -395,15 +398,18 @@ impl<'a> Stage<'a> {
         let (several, slack) = (self.several(), Tuning::slack(self.costs));
         let wants = |it: &Actor| it.wants && !it.held();
         let wanting = self.cast.iter().filter(|it| wants(it)).count();
+        let look = memory.looked_at(self.now);
+        look.into_iter().for_each(|(_, end)| self.ask_at(end));
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
             // One that ran ahead and pauses stays over its budget: it would have the device at each return, until that is seen.
             let contested = wanting > usize::from(wants(actor));
+            let looked_at = look.is_some_and(|(id, _)| id == actor.domain.id);
             let track = &mut memory.domains[index];
             let burst = self.tuning.burst(self.costs, actor.share);
             let slack = slack.min(burst / 4.0);
             let level_in = self.level_in(actor, track.lag);
-            if !contested || level_in * actor.share <= slack {
+            if looked_at || !contested || level_in * actor.share <= slack {
                 track.exhausted = false;
             } else if track.lag <= slack - burst {
                 track.exhausted = true;
@@ -412,14 +418,17 @@ impl<'a> Stage<'a> {
             let latency = actor.class() == Class::Latency;
             let (runnable, demand, held) = (actor.runnable(), actor.domain.demand, actor.held());
             let hogs = actor.domain.demand_since + self.tuning.hog;
-            let hog = several && (demand == Demand::Unknown || hogs <= self.now);
+            // Those that seem to take what they can get do not take it from one that is looked at.
+            let waits = look.is_some() && track.greedy.is_some();
+            let hog =
+                several && !looked_at && (demand == Demand::Unknown || hogs <= self.now || waits);
             let yields = runnable && (exhausted || hog);
             (self.cast[index].exhausted, self.cast[index].hog) = (exhausted, hog);
             self.cast[index].way = match latency && !yields {
                 true => Way::Preempting,
                 false => Way::Rotating,
             };
-            if several && latency && runnable && !hog {
+            if several && latency && runnable && !hog && !looked_at {
                 self.ask_at(hogs);
             }
             if latency && runnable && contested && !held {
@@ -450,7 +459,7 @@ impl<'a> Stage<'a> {
         }
         let shares = self.shares_lately(division, snapshot);
         let (mut among, mut running, mut others) = (Vec::new(), 0.0, 0.0);
-        let (mut short, mut look_at) = (false, None);
+        let mut short = false;
         for (index, actor) in self.cast.iter().enumerate() {
             if !self.lately(actor) || actor.held() {
                 continue;
@@ -462,7 +471,6 @@ impl<'a> Stage<'a> {
             }
             let track = &mut memory.domains[index];
             short |= !track.is_greedy(self.now) && actor.domain.demand != Demand::Unknown;
-            look_at = look_at.into_iter().chain(track.look_at()).min();
             among.push(share);
             running += if actor.runnable() { share } else { 0.0 };
         }
@@ -471,12 +479,9 @@ impl<'a> Stage<'a> {
         }
         among.extend(Some(others).filter(|share| *share > 0.0));
         let round = self.round_together(&among)?;
-        if look_at.is_some_and(|at| at <= self.now) {
-            memory.look(self.now);
-            self.ask_at(self.now);
-            return None;
-        }
-        look_at.into_iter().for_each(|at| self.ask_at(at));
+        let look_at = memory.look(self.now);
+        self.ask_at(look_at.unwrap_or(self.now));
+        look_at?;
         self.pace = (others / (others + running).max(1e-9)).max(1e-3);
         for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
             (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);
