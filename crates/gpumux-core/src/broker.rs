@@ -21,6 +21,7 @@
 //! [`Order::In`], [`Command::Thaw`]. Each step has a deadline. Until the third step a move is undone when a
 //! process refuses or is late; a victim that failed is left alone for 1, 2, 4 … 60 s and is the last resort then. From the third
 //! step on, the tenant stays frozen until its memory is back, or until its processes end.
+//! What a process gets while gates close may move too: all are ordered again, under another name, and it may keep more on the host.
 //! Processes of one tenant may wait for each other (collectives). If one has closed its gate and another does not get quiet within [`CLOSED`], all
 //! open their gates for a moment and close them again.
 //!
@@ -958,11 +959,14 @@ impl Broker {
             Place::Leaving(leaving) if holding.swapped > 0 && leaving.has_moved_nothing() => {
                 self.undo(id, out);
             }
-            _ => {}
+            _ => {
+                self.extend_move(process, ("", 0), out);
+            }
         }
     }
 
     fn keeps(&mut self, now: Micros, id: ProcessId, bytes: u64, out: &mut Vec<Command>) {
+        let order = self.closes(id);
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
@@ -980,6 +984,10 @@ impl Broker {
             moved
         });
         let counts = self.host.hear(id.0, bytes, before.saturating_add(moved));
+        // By the order that is under way it may make more.
+        if let Some((_, host)) = order {
+            self.host.set(id.0, self.host.kept_by(id.0).max(host));
+        }
         // Made for an earlier daemon, or too late for a move that was given up: it is made anew when it is needed. Letting go
         // takes a while, and what is made meanwhile is allowed.
         let lately = process.dropped.is_some_and(|at| now < at + DROP);

@@ -9,7 +9,10 @@ use std::{
     collections::VecDeque,
     io,
     path::{Path, PathBuf},
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
 };
 
@@ -20,7 +23,7 @@ use crate::{
     ground::{guard, lease, own::OwnFd, wake},
     memory::{
         elastic, ipc, space,
-        swap::{Away, Bounds, Mover},
+        swap::{Away, Mover},
     },
     rescue::Rescue,
 };
@@ -40,8 +43,8 @@ enum Task {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Doing {
     Nothing,
-    /// Making host memory and closing the gate, for the order of this name.
-    Closing(u64),
+    /// Making host memory and closing the gate.
+    Closing,
     /// Moving memory to the host.
     Leaving,
     /// Sharing memory with other processes.
@@ -70,7 +73,8 @@ struct State {
 pub(crate) struct MoverThread {
     state: Mutex<State>,
     changed: Condvar,
-    bounds: Bounds,
+    /// The move to the host that is under way is not wanted any more.
+    called_off: AtomicBool,
 }
 
 impl Default for MoverThread {
@@ -87,7 +91,7 @@ impl Default for MoverThread {
                 made: None,
             }),
             changed: Condvar::new(),
-            bounds: Bounds::default(),
+            called_off: AtomicBool::new(false),
         }
     }
 }
@@ -150,21 +154,13 @@ impl MoverThread {
             drop(state);
             return refuse(&order, &why);
         }
-        match order {
-            Daemon::Resume { .. } => {
-                // A gate that is not closed yet needs not be.
-                let closes = |it: &Task| matches!(it, Task::Order(Daemon::Quiesce { .. }));
-                state.tasks.retain(|it| !closes(it));
-                if matches!(state.doing, Doing::Closing(_)) {
-                    self.bounds.call_off();
-                }
-            }
-            // The order that is under way: the program was granted more meanwhile, which may move too.
-            Daemon::Quiesce { op, host, .. } if state.doing == Doing::Closing(op) => {
-                self.bounds.allow(host);
-                return;
-            }
-            _ => {}
+        if matches!(order, Daemon::Resume { .. } | Daemon::Quiesce { .. }) {
+            // A gate that is not closed yet needs not be, or is closed by the later order.
+            let closes = |it: &Task| matches!(it, Task::Order(Daemon::Quiesce { .. }));
+            state.tasks.retain(|it| !closes(it));
+        }
+        if matches!(order, Daemon::Resume { .. }) && state.doing == Doing::Closing {
+            self.call_off();
         }
         state.tasks.push_back(Task::Order(order));
         drop(state);
@@ -180,8 +176,8 @@ impl MoverThread {
             return true;
         }
         state.tasks.clear();
-        if matches!(state.doing, Doing::Closing(_) | Doing::Leaving) {
-            self.bounds.call_off();
+        if matches!(state.doing, Doing::Closing | Doing::Leaving) {
+            self.call_off();
         }
         state.tasks.push_back(Task::Rescue(socket.to_owned()));
         self.changed.notify_all();
@@ -191,6 +187,10 @@ impl MoverThread {
         // A piece that was made meanwhile is for the session that has ended.
         state.made = None;
         state.away == Away::No
+    }
+
+    fn call_off(&self) {
+        self.called_off.store(true, Ordering::Release);
     }
 
     fn ensure_started(
@@ -254,7 +254,7 @@ impl Drop for Ended {
 
 impl MoverThread {
     fn run(&'static self, rescue: &'static Rescue) {
-        let mut mover = Mover::new(&self.bounds);
+        let mut mover = Mover::new(&self.called_off);
         loop {
             match self.next(&mut mover) {
                 Task::Order(order) => self.carry_out(&mut mover, rescue, &order),
@@ -280,16 +280,13 @@ impl MoverThread {
         let mut state = self.lock();
         loop {
             if let Some(task) = state.tasks.pop_front() {
-                let (doing, host) = match task {
-                    Task::Order(Daemon::Quiesce { op, host, .. }) => (Doing::Closing(op), host),
-                    Task::Order(Daemon::SwapOut { host, .. }) => (Doing::Leaving, host),
-                    Task::Order(Daemon::Serve { .. } | Daemon::Unshared { .. }) => {
-                        (Doing::Sharing, 0)
-                    }
-                    _ => (Doing::Other, 0),
+                state.doing = match task {
+                    Task::Order(Daemon::Quiesce { .. }) => Doing::Closing,
+                    Task::Order(Daemon::SwapOut { .. }) => Doing::Leaving,
+                    Task::Order(Daemon::Serve { .. } | Daemon::Unshared { .. }) => Doing::Sharing,
+                    _ => Doing::Other,
                 };
-                state.doing = doing;
-                self.bounds.begin(host);
+                self.called_off.store(false, Ordering::Release);
                 let (location, scrub) = state.rules.clone();
                 mover.set_rules(location, scrub);
                 return task;
@@ -312,8 +309,8 @@ impl MoverThread {
             lease::tell(Shim::Keeps { bytes });
         };
         let (op, moved) = match *order {
-            Daemon::Quiesce { op, least, .. } => {
-                let quiet = mover.quiesce(least);
+            Daemon::Quiesce { op, least, host } => {
+                let quiet = mover.quiesce(least, host);
                 keeps(mover);
                 return lease::tell(match quiet {
                     Ok(idle) => Shim::Quiet { op, idle },
@@ -321,9 +318,9 @@ impl MoverThread {
                 });
             }
             Daemon::Resume { .. } => return mover.resume(),
-            Daemon::SwapOut { op, least, .. } => {
+            Daemon::SwapOut { op, least, host } => {
                 let moved = match rescue.begin_move() {
-                    true => mover.out(least),
+                    true => mover.out(least, host),
                     false => Err("the daemon's lease has expired".into()),
                 };
                 rescue.end_move(mover.away() == Away::Out);
@@ -398,7 +395,7 @@ mod tests {
     #[test]
     fn resume_calls_off_gates_that_are_not_closed_yet() {
         let (thread, rescue) = waiting();
-        let off = || thread.bounds.is_called_off();
+        let off = || thread.called_off.load(Ordering::Acquire);
         thread.obey(rescue, quiesce(1));
         thread.obey(rescue, Daemon::DropHost { op: 2 });
         thread.obey(rescue, Daemon::Resume { op: 0 });
@@ -408,40 +405,32 @@ mod tests {
         thread.lock().doing = Doing::Leaving;
         thread.obey(rescue, Daemon::Resume { op: 0 });
         assert!(!off());
-        thread.lock().doing = Doing::Closing(3);
+        thread.lock().doing = Doing::Closing;
         thread.obey(rescue, Daemon::Resume { op: 0 });
         assert!(off());
     }
 
     #[test]
-    fn order_under_way_gets_its_new_bound() {
+    fn later_order_to_close_replaces_one_that_waits() {
         let (thread, rescue) = waiting();
-        let order = |op, host| {
-            let least = 0;
-            thread.obey(rescue, Daemon::Quiesce { op, least, host });
-        };
-        order(1, 10);
-        assert!(matches!(
-            thread.next(&mut Mover::new(&thread.bounds)),
-            Task::Order(_)
-        ));
-        assert_eq!(thread.bounds.host(), 10);
-        order(1, 20);
-        assert_eq!(thread.bounds.host(), 20);
-        assert!(tasks(thread).is_empty());
-        // Another one waits, with its own.
-        order(2, 30);
-        assert_eq!((thread.bounds.host(), tasks(thread)), (20, vec!["close"]));
+        (1..=3).for_each(|op| thread.obey(rescue, quiesce(op)));
+        let mut mover = Mover::new(&thread.called_off);
+        let next = thread.next(&mut mover);
+        assert!(matches!(next, Task::Order(Daemon::Quiesce { op: 3, .. })));
+        // One that is under way is carried out, and answered.
+        thread.obey(rescue, quiesce(4));
+        assert!(!thread.called_off.load(Ordering::Acquire));
+        assert_eq!(tasks(thread), ["close"]);
     }
 
     #[test]
     fn next_task_is_not_called_off_with_the_one_before() {
         let (thread, rescue) = waiting();
-        thread.bounds.call_off();
+        thread.call_off();
         thread.obey(rescue, quiesce(1));
-        let mut mover = Mover::new(&thread.bounds);
+        let mut mover = Mover::new(&thread.called_off);
         assert!(matches!(thread.next(&mut mover), Task::Order(_)));
-        assert!(!thread.bounds.is_called_off());
+        assert!(!thread.called_off.load(Ordering::Acquire));
         assert!(!thread.is_here(), "it is at work");
     }
 
@@ -454,9 +443,9 @@ mod tests {
         while tasks(thread) != ["rescue"] {
             thread::yield_now();
         }
-        assert!(thread.bounds.is_called_off());
+        assert!(thread.called_off.load(Ordering::Acquire));
         assert!(!agent.is_finished());
-        let mut mover = Mover::new(&thread.bounds);
+        let mut mover = Mover::new(&thread.called_off);
         assert!(matches!(thread.next(&mut mover), Task::Rescue(_)));
         assert!(!agent.is_finished());
         thread.lock().doing = Doing::Nothing;

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Class,
-    ledger::{Denied, EXTRA, HostFull},
+    ledger::{Denied, EXTRA, HostFull, Kind},
 };
 
 /// A tenant of a lower class takes the memory of one of a higher only after so many turns: between them memory is divided
@@ -327,8 +327,11 @@ impl Broker {
             MemoryPolicy::Fail => Micros::ZERO,
         };
         let full = Denied::Full { missing: 0 };
-        let answer = match fits && self.extend_move(process, &pending.ask, out) {
-            true => self.accounting.ask(process, &pending.ask),
+        let ask = &pending.ask;
+        let more = (ask.device.as_str(), ask.want.max(ask.need));
+        let stays = ask.kind == Kind::Pinned;
+        let answer = match fits && (stays || self.extend_move(process, more, out)) {
+            true => self.accounting.ask(process, ask),
             false => Err(self
                 .accounting
                 .could_ask(process, &pending.ask)

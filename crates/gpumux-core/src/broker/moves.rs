@@ -6,11 +6,10 @@ use super::{
     Broker, CLOSED, Command, DRAIN, DRAINS, DROP, FREEZE, HEDGE, HOST_PIECE, MOVE, Micros,
     MoveError, OPEN, Order, PATIENCE_FOR_TURNS, Place, QUIET, QUIET_PER_GIB, RECLAIM_PAUSE, Reply,
     TAKE, TRIM_PAUSE, Tenant, TenantId,
-    accounting::Ask,
     model::{Gates, Leaving, Mutation, ProcessId, Round, Step, Why},
     no_process,
 };
-use crate::ledger::{HostFull, Kind};
+use crate::ledger::HostFull;
 
 impl Broker {
     fn processes_of(&self, id: TenantId) -> BTreeSet<ProcessId> {
@@ -169,41 +168,40 @@ impl Broker {
         self.host.reserve(&needs.collect(), HOST_PIECE).map(drop)
     }
 
-    /// A process asks for more while it makes host memory for a move: what it is granted may move too. Whether the host has room
-    /// for that.
+    /// The order by which a process makes host memory and closes its gate: bytes of each device to be moved, and bytes of host
+    /// memory that it may keep.
+    pub(super) fn closes(&self, process: ProcessId) -> Option<(u64, u64)> {
+        let tenant = self.accounting.tenant_of(process)?;
+        match &self.tenants.get(&tenant)?.place {
+            Place::Leaving(it) if it.step == Step::Quiesce && !it.drops() => {
+                it.orders.get(&process).copied()
+            }
+            _ => None,
+        }
+    }
+
+    /// A process has more than when its gate was ordered to close, or gets so much more of a device: that may move too. Whether
+    /// the host has room for it.
     pub(super) fn extend_move(
         &mut self,
         process: ProcessId,
-        ask: &Ask,
+        more: (&str, u64),
         out: &mut Vec<Command>,
     ) -> bool {
-        let tenant = self.accounting.tenant_of(process);
-        let leaving = |tenant: &'_ Tenant| match &tenant.place {
-            Place::Leaving(leaving) if !leaving.drops() => {
-                Some((leaving.round.op, *leaving.orders.get(&process)?))
-            }
-            _ => None,
-        };
-        let found = tenant.and_then(|id| Some((id, leaving(self.tenants.get(&id)?)?)));
-        let Some((id, (op, (least, before)))) = found else {
+        let Some((least, before)) = self.closes(process) else {
             return true;
         };
-        if ask.kind != Kind::Movable {
-            return true;
-        }
-        let needs = self.host_needs(process, least, (&ask.device, ask.want.max(ask.need)));
-        let reserved = self
-            .host
-            .reserve(&BTreeMap::from([(process.0, needs)]), HOST_PIECE);
-        let Ok(host) = reserved.map(|it| it.values().sum::<u64>().max(before)) else {
+        let needs = BTreeMap::from([(process.0, self.host_needs(process, least, more))]);
+        let Ok(host) = self.host.reserve(&needs, HOST_PIECE) else {
             return false;
         };
-        if let Some(Place::Leaving(leaving)) = self.tenants.get_mut(&id).map(|it| &mut it.place) {
+        let host = host.into_values().sum();
+        let tenant = self.processes.get(&process).map(|it| it.tenant);
+        let place = tenant.and_then(|id| Some(&mut self.tenants.get_mut(&id)?.place));
+        if let Some(Place::Leaving(leaving)) = place.filter(|_| host > before) {
             leaving.orders.insert(process, (least, host));
-        }
-        if host > before {
-            // The same order: it is under way, with a new bound.
-            out.push(Command::Order(process, op, Order::Quiesce { least, host }));
+            self.ops += 1;
+            leaving.order_again(self.ops, out);
         }
         true
     }
@@ -915,24 +913,31 @@ impl Leaving {
 
     /// Asks whether work has ended. The gates stay closed.
     fn look_for_work(&mut self, now: Micros, op: u64, out: &mut Vec<Command>) {
-        (self.drains, self.busy, self.round.op) = (Some(now + DRAINS), false, op);
+        self.drains = Some(now + DRAINS);
+        self.order_again(op, out);
+    }
+
+    /// All are to close their gates by another order, unless these are open for a moment. What was answered until now does not count.
+    fn order_again(&mut self, op: u64, out: &mut Vec<Command>) {
+        (self.busy, self.round.op) = (false, op);
         self.round.waiting = self.orders.keys().copied().collect();
-        self.give_orders(out);
+        if !matches!(self.gates, Gates::Open(_)) {
+            self.give_orders(out);
+        }
     }
 
     /// Opens all gates, or closes them again.
     fn turn_gates(&mut self, now: Micros, op: u64, out: &mut Vec<Command>) {
-        // What was answered until now does not count.
-        (self.round.op, self.drains, self.busy) = (op, None, false);
-        self.round.waiting = self.orders.keys().copied().collect();
+        self.drains = None;
         if let Gates::Open(_) = self.gates {
             self.gates = Gates::Closing;
-            return self.give_orders(out);
+        } else {
+            self.gates = Gates::Open(now + Micros(OPEN.0 << self.opened.min(16)));
+            self.opened += 1;
+            let all = self.orders.keys();
+            out.extend(all.map(|process| Command::Order(*process, 0, Order::Resume)));
         }
-        self.gates = Gates::Open(now + Micros(OPEN.0 << self.opened.min(16)));
-        self.opened += 1;
-        let all = self.orders.keys();
-        out.extend(all.map(|process| Command::Order(*process, 0, Order::Resume)));
+        self.order_again(op, out);
     }
 
     /// Bytes of a device that came free, where so much can still be moved.

@@ -212,3 +212,50 @@ fn limit_as_large_as_asked_for_lets_all_go_on() {
         assert!(returns.count() > 1, "{id} waits");
     }
 }
+
+/// A tenant of 2 GiB that is to move, and closes its gate a second later.
+fn closing(world: &mut World) -> ProcessId {
+    let process = world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 2 * GIB), 2 * GIB);
+    world.puppets.get_mut(&process).expect("there").manner = Manner::Slow(S);
+    world.event(Event::Sleep(TenantId(1), 1));
+    process
+}
+
+#[test]
+fn memory_granted_while_gates_close_moves_too() {
+    let mut world = World::with_host(10 * GIB, 8 * GIB);
+    let process = closing(&mut world);
+    world.ask(process, 1, GIB);
+    assert_eq!(world.grants.get(&(process, 1)), Some(&GIB));
+    world.run_for(S + S);
+    assert_eq!(world.answers.get(&1), Some(&Ok(())));
+    assert_eq!(world.swapped(1), 3 * GIB);
+}
+
+/// Another process has closed what it had open of this one's: the process sends no request for that.
+#[test]
+fn memory_that_is_movable_while_gates_close_moves_too() {
+    let mut world = World::with_host(10 * GIB, 8 * GIB);
+    let process = closing(&mut world);
+    let holding = Holding {
+        movable: 3 * GIB,
+        ..Holding::default()
+    };
+    world.report(process, holding, Micros(100));
+    world.run_for(S + S);
+    assert_eq!(world.answers.get(&1), Some(&Ok(())));
+    assert_eq!(world.swapped(1), 3 * GIB);
+}
+
+#[test]
+fn host_memory_that_an_order_allows_stays_reserved() {
+    let mut world = World::with_host(10 * GIB, 8 * GIB);
+    let process = closing(&mut world);
+    // It has made a part, and the order is still under way.
+    world.event(Event::Keeps(process, GIB));
+    assert_eq!(world.broker.on_host().0, 2 * GIB);
+    world.run_for(S + S);
+    assert_eq!(world.answers.get(&1), Some(&Ok(())));
+    assert_eq!(world.broker.on_host().0, 2 * GIB);
+}

@@ -76,6 +76,8 @@ enum Due {
     Event(Event),
     /// A process gives back what it does not use, and says what it has.
     Trim(ProcessId),
+    /// It closes its gate for the order of this name, and whether it has no work; so much is to be moved, and so much may be kept.
+    Close(ProcessId, (u64, bool), (u64, u64)),
 }
 
 pub(crate) struct World {
@@ -320,6 +322,7 @@ impl World {
             match due.and_then(|key| self.queue.remove(&key)) {
                 Some(Due::Event(event)) => self.event(event),
                 Some(Due::Trim(process)) => self.trim(process),
+                Some(Due::Close(process, op, bytes)) => self.close(process, op, bytes),
                 None => self.event(Event::Tick),
             }
         }

@@ -108,42 +108,10 @@ struct Pool {
     location: Option<PathBuf>,
 }
 
-/// What the agent may change of a move under way.
-#[derive(Default)]
-pub(crate) struct Bounds {
-    /// The move to the host is not wanted any more.
-    called_off: AtomicBool,
-    /// So many bytes of the host's memory may be kept.
-    host: AtomicU64,
-}
-
-impl Bounds {
-    pub(crate) fn is_called_off(&self) -> bool {
-        self.called_off.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn host(&self) -> u64 {
-        self.host.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn call_off(&self) {
-        self.called_off.store(true, Ordering::Release);
-    }
-
-    pub(crate) fn allow(&self, host: u64) {
-        self.host.store(host, Ordering::Release);
-    }
-
-    /// A task begins.
-    pub(crate) fn begin(&self, host: u64) {
-        self.called_off.store(false, Ordering::Release);
-        self.allow(host);
-    }
-}
-
 /// The tool of the thread that moves memory.
 pub(crate) struct Mover {
-    bounds: &'static Bounds,
+    /// The move to the host that is under way is not wanted any more.
+    called_off: &'static AtomicBool,
     away: Away,
     pool: Pool,
     /// How far the pool is in use.
@@ -164,9 +132,9 @@ fn is_quiet() -> bool {
 }
 
 impl Mover {
-    pub(crate) const fn new(bounds: &'static Bounds) -> Self {
+    pub(crate) const fn new(called_off: &'static AtomicBool) -> Self {
         Self {
-            bounds,
+            called_off,
             away: Away::No,
             pool: Pool {
                 pieces: Vec::new(),
@@ -192,7 +160,7 @@ impl Mover {
 
     /// Ends a move to the host that is not wanted any more.
     fn check_wanted(&self) -> Result<(), String> {
-        match self.bounds.is_called_off() {
+        match self.called_off.load(Ordering::Acquire) {
             true => Err("the move was called off".into()),
             false => Ok(()),
         }
@@ -246,9 +214,9 @@ impl Mover {
         from > 0
     }
 
-    /// Makes ready what moving so much of each device needs, then closes the gate.
+    /// Makes ready what moving so much of each device needs, of the host no more than is allowed, then closes the gate.
     /// Says whether all work has ended too.
-    pub(crate) fn quiesce(&mut self, least: u64) -> Result<bool, String> {
+    pub(crate) fn quiesce(&mut self, least: u64, host: u64) -> Result<bool, String> {
         match self.away {
             Away::Out => return Err("its memory is on the host already".into()),
             Away::Quiet => return Ok(work::all_idle()),
@@ -256,7 +224,7 @@ impl Mover {
         }
         work::guard_exit();
         let _moving = gate::begin_move().ok_or("the program is ending")?;
-        self.prepare(least)?;
+        self.prepare(least, host)?;
         let deadline = Instant::now() + QUIET;
         gate::close();
         let mut closed = CLOSED;
@@ -286,7 +254,7 @@ impl Mover {
             true => {
                 pools::trim();
                 space::drop_spares(|_| true);
-                self.prepare(least)
+                self.prepare(least, host)
             }
             false if permits::is_active() => Err(format!(
                 "its copies, calls and kernels do not end within {QUIET:?}, and the driver does not let gpumux freeze kernels"
@@ -315,7 +283,7 @@ impl Mover {
     }
 
     /// Makes host memory and streams, while the device still works.
-    fn prepare(&mut self, least: u64) -> Result<(), String> {
+    fn prepare(&mut self, least: u64, host: u64) -> Result<(), String> {
         let _alone = lock_soon(&PREPARING).ok_or("a context of it is about to end")?;
         if !std::mem::replace(&mut self.relaxed, true) {
             relax_captures();
@@ -327,13 +295,13 @@ impl Mover {
             return Ok(());
         };
         let bytes = self.filled.bytes + bytes as usize;
+        self.pool.most = usize::try_from(host).unwrap_or(usize::MAX);
         while self.pool.total < bytes {
             // In steps, for pinning takes long and the program may want to end.
             if gate::is_leaving() {
                 return Err("the program is ending".into());
             }
             self.check_wanted()?;
-            self.pool.most = usize::try_from(self.bounds.host()).unwrap_or(usize::MAX);
             let step = bytes.min(self.pool.total + GROWTH);
             self.pool.grow(step, first.context)?;
         }
@@ -350,12 +318,12 @@ impl Mover {
 
     /// Copies at least so much of each device to the host, if there is so much, and lets go of the physical memory.
     /// All of that or nothing.
-    pub(crate) fn out(&mut self, least: u64) -> Result<(), String> {
+    pub(crate) fn out(&mut self, least: u64, host: u64) -> Result<(), String> {
         match self.away {
             Away::No => return Err("it was not asked to be quiet".into()),
             Away::Quiet => {}
             // More of it.
-            Away::Out => self.prepare(least)?,
+            Away::Out => self.prepare(least, host)?,
         }
         let mut filled = self.filled;
         let mut places = Vec::new();
@@ -841,7 +809,7 @@ impl Pool {
         let room = self.most.saturating_sub(self.total) / HUGE * HUGE;
         if need > room {
             return Err(format!(
-                "it has more to move than was announced: {}, of {} on the host",
+                "{} are to be moved, and it may keep {} on the host",
                 mib(bytes as u64),
                 mib(self.most as u64)
             ));

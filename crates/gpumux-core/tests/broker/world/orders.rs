@@ -11,6 +11,27 @@ impl World {
         }
     }
 
+    /// Its gate closes, if it may keep what will move.
+    pub(super) fn close(
+        &mut self,
+        process: ProcessId,
+        (op, idle): (u64, bool),
+        (least, host): (u64, u64),
+    ) {
+        let Some(puppet) = self.puppets.get_mut(&process) else {
+            return;
+        };
+        let moves = (puppet.holding.movable - puppet.unused).min(least);
+        let reply = match puppet.holding.swapped + moves <= host {
+            true => {
+                puppet.closed = true;
+                Reply::Quiet(idle)
+            }
+            false => Reply::Refused("it may not keep what is to be moved".into()),
+        };
+        self.event(Event::Reply(process, op, reply));
+    }
+
     pub(super) fn carry_out(&mut self, commands: Vec<Command>) {
         for command in commands {
             match command {
@@ -83,30 +104,34 @@ impl World {
                 if manner == Manner::Behind {
                     puppet.manner = Manner::Prompt;
                 }
+                for due in self.queue.values_mut() {
+                    if let Due::Close(it, (op, _), _) = *due
+                        && it == process
+                    {
+                        let why = Reply::Refused("it was called off".into());
+                        *due = Due::Event(Event::Reply(process, op, why));
+                    }
+                }
             }
             Order::Trim => {
                 let delay = puppet.trim;
                 self.due(delay, Due::Trim(process));
             }
-            Order::Quiesce { .. } => {
-                let idle = !self.busy.get(&tenant).copied().unwrap_or(false);
-                match manner {
-                    Manner::Behind => {}
-                    Manner::Slow(time) => {
-                        let ready = *puppet.ready.get_or_insert(self.now + time);
-                        let left = ready.saturating_sub(self.now).max(Micros(300));
-                        puppet.closed = true;
-                        self.later(left, reply(Reply::Quiet(idle)));
-                    }
-                    Manner::Refuses(time) => {
-                        self.later(time, reply(Reply::Refused("copies do not end".into())));
-                    }
-                    _ => {
-                        puppet.closed = true;
-                        self.later(Micros(300), reply(Reply::Quiet(idle)));
-                    }
+            Order::Quiesce { least, host } => match manner {
+                Manner::Behind => {}
+                Manner::Refuses(time) => {
+                    self.later(time, reply(Reply::Refused("copies do not end".into())));
                 }
-            }
+                _ => {
+                    let mut delay = Micros(300);
+                    if let Manner::Slow(time) = manner {
+                        let ready = *puppet.ready.get_or_insert(self.now + time);
+                        delay = ready.saturating_sub(self.now).max(delay);
+                    }
+                    let idle = !self.busy.get(&tenant).copied().unwrap_or(false);
+                    self.due(delay, Due::Close(process, (op, idle), (least, host)));
+                }
+            },
             Order::Out { least, host } => {
                 if !puppet.closed && holding.swapped == 0 {
                     let why = "it was not asked to be quiet".into();

@@ -52,7 +52,7 @@ impl World {
     fn take_out(&mut self, process: ProcessId) -> Option<Puppet> {
         self.queue.retain(|_, due| {
             !matches!(due, Due::Event(Event::Reply(it, ..) | Event::Keeps(it, _) | Event::Holds { process: it, .. })
-                if *it == process)
+                | Due::Close(it, ..) if *it == process)
         });
         self.puppets.remove(&process)
     }
