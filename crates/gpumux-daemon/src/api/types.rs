@@ -105,6 +105,9 @@ impl fmt::Display for ForeignProcess {
         if let Some(tenant) = &self.tenant {
             write!(f, " of tenant {tenant}, which may not use the device")?;
         }
+        if let Some(tenant) = &self.started_by {
+            write!(f, ", started by tenant {tenant} without gpumux's library")?;
+        }
         if let Some(bytes) = self.memory_bytes {
             write!(f, ", {}", Size(bytes))?;
         }
@@ -172,6 +175,9 @@ pub struct ForeignProcess {
     pub used_share: Option<f64>,
     /// The tenant that it is of, if it is of one that may not use the device.
     pub tenant: Option<String>,
+    /// The tenant whose program started it without gpumux's library.
+    #[serde(default)]
+    pub started_by: Option<String>,
 }
 
 /// What NVML reports of a device's place in the machine: what a container needs to use it.

@@ -95,6 +95,7 @@ impl Foreigners {
             memory_bytes: it.process.memory_bytes,
             used_share: it.used,
             tenant: it.tenant.and_then(&name),
+            started_by: None,
         };
         self.known.values().map(shown).collect()
     }

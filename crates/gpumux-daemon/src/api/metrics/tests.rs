@@ -42,6 +42,7 @@ pub(crate) fn example() -> Scrape {
             memory_bytes: Some(1 << 30),
             used_share: Some(0.25),
             tenant: None,
+            started_by: None,
         }],
         controls: vec![control("freeze"), control("thaw")],
     };

@@ -56,6 +56,14 @@ fn received(view: &View, device: &Device) -> Vec<(String, f64)> {
     all
 }
 
+/// What processes use that gpumux does not control, if there are some.
+fn foreign(device: &Device) -> Option<String> {
+    let all = &device.foreign;
+    let used = all.iter().map(|it| it.used_share).sum::<Option<f64>>();
+    let used = used.map_or_else(|| "use unknown".into(), percent);
+    (!all.is_empty()).then(|| format!("{} foreign ({used})", all.len()))
+}
+
 /// As much about a GPU as fits in a line, what matters most first.
 pub(super) fn line(width: u16, view: &View, answer: &Answer, device: &Device) -> Line<'static> {
     let used = match device.readings.utilization {
@@ -70,6 +78,7 @@ pub(super) fn line(width: u16, view: &View, answer: &Answer, device: &Device) ->
     let parts = [
         trouble,
         Some(used),
+        foreign(device),
         temperature(device),
         power(device),
         memory(device),
@@ -185,6 +194,11 @@ pub(super) fn all(width: u16, view: &View, answer: &Answer) -> Vec<Line<'static>
             shares.join(", ")
         };
         lines.push(Line::from(format!("{:LABEL$}{tenants}", "   received by")));
+        if !device.foreign.is_empty() {
+            let all: Vec<String> = device.foreign.iter().map(ToString::to_string).collect();
+            let all = all.join(", ");
+            lines.push(Line::from(format!("{:LABEL$}{all}", "   foreign")));
+        }
         let groups = format!("{}, {} channel groups", device.policy, device.domains);
         for (label, text) in [("policy", &groups), ("UUID", &device.uuid)] {
             lines.push(Line::from(format!("{:LABEL$}{text}", format!("   {label}"))).dim());
