@@ -16,6 +16,7 @@ mod elastic;
 mod emu;
 mod ends;
 mod faults;
+mod foreign;
 mod fresh;
 mod gangs;
 mod hints;

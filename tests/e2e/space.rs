@@ -2,6 +2,7 @@
 
 mod faults;
 mod kept;
+mod shown;
 mod sms;
 
 use crate::{REQUESTS, TICKS, is_well, wait_still};

@@ -22,7 +22,7 @@ pub use node::{Node, Options, unit};
 pub use process::{Finished, Process, Run};
 pub use random::Random;
 pub use session::{Listener, Puppet, Session, readable};
-pub use terminal::at_terminal;
+pub use terminal::{at_terminal, drawn};
 
 use std::{
     io::Write,

@@ -73,8 +73,10 @@ pub struct Booking {
 pub struct Foreign {
     /// What people call it.
     pub name: String,
-    /// Part of the time in which its kernels run, 0 to 1.
+    /// Part of the time in which its kernels run, 0 to 1; 0 if that is not known.
     pub used: f64,
+    /// Bytes of the device's memory that it has; 0 if that is not known.
+    pub memory: u64,
 }
 
 /// Why a request was refused.
@@ -136,8 +138,9 @@ pub enum Refusal {
     },
     /// More than the device has.
     #[error(
-        "cannot guarantee {asked} of {device}: only {whole} of it can be guaranteed: guarantee at most {free}, or name another device with \
-         --gpu"
+        "cannot guarantee {asked} of {device}: only {whole} of it can be guaranteed{held}: guarantee at most {free}, or name another device \
+         with --gpu",
+        held = held.after("; "),
     )]
     TooLarge {
         /// What was asked.
@@ -146,6 +149,8 @@ pub enum Refusal {
         device: String,
         /// What can be guaranteed there in all.
         whole: Quantity,
+        /// What foreign processes have beside that.
+        held: Box<Held>,
         /// What is free.
         free: Quantity,
     },
@@ -265,6 +270,16 @@ pub fn most(request: &Request<'_>, policy: &UserPolicy, reserve: &Reserve, rooms
     }
 }
 
+/// What foreign processes take of a device, the most first, without those that take less than this.
+fn takers(room: &Room, takes: fn(&Foreign) -> f64, least: f64) -> Vec<(&str, f64)> {
+    let all = room.foreign.iter().map(|it| (&*it.name, takes(it)));
+    let mut all: Vec<_> = all
+        .filter(|(_, takes)| *takes > 0.0 && *takes >= least)
+        .collect();
+    all.sort_by(|a, b| b.1.total_cmp(&a.1));
+    all
+}
+
 /// Compute or memory of one device: shares, or bytes, of which a device has fewer than a number can count exactly.
 struct Resource<'a> {
     asked: f64,
@@ -274,7 +289,10 @@ struct Resource<'a> {
     most: f64,
     /// What is kept for root.
     reserved: f64,
-    foreign: &'a [Foreign],
+    /// What foreign processes take, see [`takers`].
+    foreign: Vec<(&'a str, f64)>,
+    /// What of that is in the whole.
+    used: f64,
     booked: fn(&Booking) -> f64,
     shown: fn(f64) -> Quantity,
     key: &'static str,
@@ -282,12 +300,14 @@ struct Resource<'a> {
 
 impl<'a> Resource<'a> {
     fn compute(asked: f64, policy: &UserPolicy, reserve: &Reserve, room: &'a Room) -> Self {
+        let foreign = takers(room, |it| it.used, FOREIGN_COUNTS);
         Self {
             asked,
             whole: 1.0,
             most: policy.max_guaranteed,
             reserved: reserve.guaranteed,
-            foreign: &room.foreign,
+            used: foreign.iter().map(|(_, used)| used).sum(),
+            foreign,
             booked: |it| it.guaranteed,
             shown: Quantity::Compute,
             key: "max_guaranteed",
@@ -295,15 +315,16 @@ impl<'a> Resource<'a> {
     }
 
     /// None while it is not known how much there is.
-    fn memory(asked: u64, policy: &UserPolicy, reserve: &Reserve, room: &Room) -> Option<Self> {
+    fn memory(asked: u64, policy: &UserPolicy, reserve: &Reserve, room: &'a Room) -> Option<Self> {
         let memory = room.memory?;
         Some(Self {
             asked: asked as f64,
             whole: memory as f64,
             most: policy.max_memory_guaranteed.of(memory) as f64,
             reserved: reserve.memory_guaranteed.of(memory) as f64,
+            foreign: takers(room, |it| it.memory as f64, FOREIGN_COUNTS * memory as f64),
             // What they have is not in what can be guaranteed.
-            foreign: &[],
+            used: 0.0,
             booked: |it| it.memory as f64,
             shown: |bytes| Quantity::Memory(bytes as u64),
             key: "max_memory_guaranteed",
@@ -329,15 +350,10 @@ impl<'a> Resource<'a> {
         }
     }
 
-    /// The processes that take from it without gpumux.
-    fn takers(&self) -> impl Iterator<Item = &'a Foreign> {
-        (self.foreign.iter()).filter(|it| it.used >= FOREIGN_COUNTS)
-    }
-
     /// What nothing stands in the way of.
     fn free(&self, request: &Request<'_>, policy: &UserPolicy, room: &Room) -> f64 {
-        let used: f64 = self.takers().map(|it| it.used).sum();
-        self.whole - used - self.kept(request, policy, room) - self.held(request, room, |_| true)
+        let kept = self.kept(request, policy, room);
+        self.whole - self.used - kept - self.held(request, room, |_| true)
     }
 
     /// The most that would not be refused.
@@ -375,17 +391,22 @@ impl<'a> Resource<'a> {
         if self.asked <= free + ROUNDING {
             return Ok(());
         }
+        let foreign = self.foreign.iter();
+        let foreign = foreign.map(|(name, takes)| ((*name).to_owned(), (self.shown)(*takes)));
+        let foreign: Vec<_> = foreign.collect();
         if self.asked > self.whole + ROUNDING {
             return Err(Refusal::TooLarge {
                 asked: (self.shown)(self.asked),
                 device: room.device.clone(),
                 whole: (self.shown)(self.whole),
+                held: Box::new(Held {
+                    by: Vec::new(),
+                    reserved: None,
+                    foreign,
+                }),
                 free: (self.shown)(free.max(0.0)),
             });
         }
-        let mut foreign: Vec<&Foreign> = self.takers().collect();
-        foreign.sort_by(|a, b| b.used.total_cmp(&a.used));
-        let shown = |it: &&Foreign| (it.name.clone(), (self.shown)(it.used));
         let reserved = self.kept(request, policy, room);
         Err(Refusal::Full {
             asked: (self.shown)(self.asked),
@@ -393,7 +414,7 @@ impl<'a> Resource<'a> {
             held: Box::new(Held {
                 by: self.holders(others()),
                 reserved: (reserved > 0.0).then(|| (self.shown)(reserved)),
-                foreign: foreign.iter().map(shown).collect(),
+                foreign,
             }),
             free: (self.shown)(free.max(0.0)),
         })

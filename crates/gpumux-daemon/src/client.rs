@@ -537,7 +537,7 @@ mod tests {
         let daemon = std::thread::spawn(move || {
             for closes in [true, false].repeat(20) {
                 let mut stream = listener.accept().unwrap().0;
-                let answer = crate::receiver::unavailable("no \"place\"");
+                let answer = crate::receiver::no_place("no \"place\"");
                 stream.write_all(answer.as_bytes()).unwrap();
                 if !closes {
                     stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -548,6 +548,7 @@ mod tests {
         for _ in 0..40 {
             let error = client.status().await.unwrap_err();
             assert_eq!(error.to_string(), "no \"place\"");
+            assert!(!error.is_leaving(), "{error:?}");
         }
         daemon.join().unwrap();
     }

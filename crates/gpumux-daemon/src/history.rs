@@ -163,6 +163,8 @@ pub(crate) struct Look {
     pub(crate) name: String,
     pub(crate) uid: u32,
     pub(crate) user: String,
+    /// The MPS group of which it is a member.
+    pub(crate) group: Option<String>,
     /// Device time received so far.
     pub(crate) received_us: f64,
     /// Time so far in which it had work and did not run.
@@ -273,6 +275,7 @@ impl History {
                     uid: look.uid,
                     user: look.user.clone(),
                     device: look.device.clone(),
+                    group: look.group.clone(),
                     ended_s_ago: Some(ago).filter(|ago| *ago > ENDED_AFTER),
                     received,
                     waiting,

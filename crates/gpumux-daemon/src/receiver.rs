@@ -41,7 +41,7 @@ pub use process::main;
 pub use protocol::{COMMAND, Place};
 use protocol::{Kind, Report, SetUp};
 pub(crate) use protocol::{STALLED, pair};
-pub(crate) use refused::unavailable;
+pub(crate) use refused::no_place;
 
 /// Connections that may wait for the daemon's tasks.
 const WAITING: usize = 64;

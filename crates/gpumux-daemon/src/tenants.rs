@@ -20,7 +20,7 @@ mod testing;
 mod tests;
 
 pub(crate) use faults::GroupCounts;
-pub(crate) use model::{Tenant, TenantError, find};
+pub(crate) use model::{Tenant, TenantError, find, started_by};
 pub(crate) use persistence::{Files, read_state};
 pub(crate) use registry::Tenants;
 pub(crate) use selection::resolve;

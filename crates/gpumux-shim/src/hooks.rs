@@ -415,8 +415,6 @@ hooks! {
     [cuMemcpyHtoDAsync_v2_ptsz] cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) (real, own) => work::input(Call::AsyncCopy, bytes, || work::from_host(stream, own, bytes, real));
     [cuMemcpyAsync_ptsz] cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) (real, own) => work::input(Call::AsyncCopy, bytes, || work::between(stream, own, (to, from, bytes), real));
     [cuMemcpy_ptds] cuMemcpy(to: CUdeviceptr, from: CUdeviceptr, bytes: usize) (real, own) => work::input(Call::Copy, bytes, || work::between(ptr::null_mut(), own, (to, from, bytes), real));
-    cuMemHostRegister_v2(memory: *mut c_void, bytes: usize, flags: c_uint) (real) => work::input(Call::Register, bytes, || gate::through(real));
-    [cuStreamWaitEvent_ptsz] cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint) (real, _own) => work::input(Call::Wait, 0, real);
 
     // What goes over the link between host and device.
     [cuMemcpyDtoHAsync_v2_ptsz] cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) (real, own) => work::to_host(stream, own, bytes, || work::copy(stream, own, real));

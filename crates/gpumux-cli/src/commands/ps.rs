@@ -22,7 +22,7 @@ Examples:
 Columns:
   STATE       see below
   GPU         indices of the GPUs that it uses
-  SHARE       part of them that it received in the last second
+  SHARE       part of them received in the last second, in a group by all of it
   GUARANTEED  part that it always receives when it has work
   WAIT        part of its time with work that it waited, since it started
   MEMORY      on its GPUs, and what is swapped out to the host
@@ -151,6 +151,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             for tenant in &tenants {
                 output::print(&table::hindered(tenant, &everyone))?;
             }
+            output::print(&table::groups(&tenants))?;
             output::print(&table::at_launch(&tenants))?;
             for fault in &status.faults {
                 output::print(&table::told(fault, now))?;

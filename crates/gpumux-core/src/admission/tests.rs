@@ -172,6 +172,7 @@ fn foreign_use_counts_unless_it_is_small() {
         foreign: vec![Foreign {
             name: "python (pid 7)".into(),
             used,
+            memory: 0,
         }],
         ..room(Vec::new())
     };
@@ -182,6 +183,29 @@ fn foreign_use_counts_unless_it_is_small() {
         "{error}"
     );
     assert!(error.contains("at most 60%"), "{error}");
+}
+
+/// It is not in what can be guaranteed.
+#[test]
+fn foreign_memory_is_named_and_not_subtracted_again() {
+    let with = Room {
+        memory: Some(60 << 30),
+        foreign: vec![Foreign {
+            name: "python (pid 7)".into(),
+            used: 0.0,
+            memory: 20 << 30,
+        }],
+        ..room(Vec::new())
+    };
+    assert_eq!(
+        ask(0, &spec(0.0, 60 << 30), std::slice::from_ref(&with)),
+        Ok(())
+    );
+    let error = ask(0, &spec(0.0, 70 << 30), &[with]).unwrap_err();
+    assert!(
+        error.contains("only 60.0 GiB of it can be guaranteed; used without gpumux by python (pid 7) (20.0 GiB)"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -32,7 +32,7 @@ use super::refused::Refused;
 use crate::{
     paths,
     quota::{ON_TCP, Place, Quota},
-    receiver::{Connection, STALLED, unavailable},
+    receiver::{Connection, STALLED, no_place},
 };
 
 /// How long a connection may take for the head of its first request, and of the next one.
@@ -137,7 +137,7 @@ pub(crate) fn is_local_name(host: &str) -> bool {
 
 /// Sends the reason to a connection that finds no place. A new one has room for that; it is only not known before the runtime has looked.
 async fn refuse(stream: &mut (impl AsyncWrite + Unpin)) {
-    let _ = stream.write_all(unavailable(FULL).as_bytes()).await;
+    let _ = stream.write_all(no_place(FULL).as_bytes()).await;
 }
 
 async fn converse(
@@ -293,7 +293,7 @@ mod tests {
         let mut last = UnixStream::from_std(last).unwrap();
         let read = last.read_to_string(&mut answer);
         tokio::time::timeout(HEADERS, read).await.unwrap().unwrap();
-        assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+        assert!(answer.starts_with("HTTP/1.1 429 "), "{answer}");
         assert!(answer.contains(FULL), "{answer}");
     }
 

@@ -174,9 +174,16 @@ impl Api {
     pub(super) async fn look(&self) -> Result<Arc<Seen>, Stopped> {
         let mut view = self.scheduler.ask(Command::View).await?;
         self.complete(&mut view);
+        let tenants = self.tenants.list().await;
+        for process in view.devices.iter_mut().flat_map(|it| &mut it.foreign) {
+            if process.tenant.is_none() {
+                let tenant = crate::tenants::started_by(&tenants, process.pid);
+                process.started_by = tenant.map(|it| it.name.clone());
+            }
+        }
         let seen = Arc::new(Seen {
             view,
-            tenants: self.tenants.list().await,
+            tenants,
             names: self.tenants.names().await,
             faults: self.tenants.faults().await,
             groups: self.tenants.groups().await,

@@ -63,6 +63,7 @@ async fn take(api: &Api) -> Result<(), Stopped> {
                 name: tenant.name.clone(),
                 uid: tenant.uid,
                 user: tenant.user.clone(),
+                group: tenant.placement.group(tenant.uid),
                 received_us: totals.received_us,
                 waited_us: totals.waited_us,
                 memory: holding.0,

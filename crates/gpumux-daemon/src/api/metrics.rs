@@ -102,7 +102,11 @@ metrics! {
         Gauge "gpumux_device_foreign_memory" "bytes" "Memory of these processes, as far as the driver reports it."
             |d| d.foreign.iter().filter_map(|it| it.memory_bytes).sum::<u64>() as f64;
         Gauge "gpumux_device_foreign_used" "ratio" "Part of the last seconds in which kernels of these processes ran; NaN: the driver does not report it."
-            |d| d.foreign.iter().map(|it| it.used_share).sum::<Option<f64>>().unwrap_or(f64::NAN);
+            |d| d.foreign.iter().try_fold(0.0, |sum, it| Some(sum + it.used_share?)).unwrap_or(f64::NAN);
+    }
+    DEVICE_RECEIVED: f64 {
+        Gauge "gpumux_device_received" "ratio" "Share of the device that all tenants received in the last second or two; an MPS group counts once."
+            |share| *share;
     }
     DEVICE_MEMORY: DeviceMemory {
         Gauge "gpumux_device_memory_free" "bytes" "Free memory of the device." |m| m.free as f64;
@@ -150,12 +154,12 @@ metrics! {
     }
     TENANT_ON_DEVICE: OnDevice {
         Gauge "gpumux_tenant_entitled" "ratio" "Share of the device while all tenants there want it." |d| d.entitled;
-        Gauge "gpumux_tenant_share" "ratio" "Share of the device received in the last second or two." |d| d.received;
+        Gauge "gpumux_tenant_share" "ratio" "Share of the device received in the last second or two; of an MPS group, each member has what all received together." |d| d.received;
         Gauge "gpumux_tenant_domains" "" "Channel groups on the device." |d| d.domains as f64;
         Gauge "gpumux_tenant_faulty_domains" "" "Channel groups with a control that fails." |d| d.faulty as f64;
     }
     TOTALS: Totals {
-        Counter "gpumux_tenant_received" "seconds" "Device time received." |t| t.received_us / 1e6;
+        Counter "gpumux_tenant_received" "seconds" "Device time received; of an MPS group, each member has what all received together." |t| t.received_us / 1e6;
         Counter "gpumux_tenant_runnable" "seconds" "Time in which there was work." |t| t.runnable_us / 1e6;
         Counter "gpumux_tenant_waited" "seconds" "Time in which there was work that did not run." |t| t.waited_us / 1e6;
         Counter "gpumux_tenant_frozen" "seconds" "Time in which channel groups were frozen." |t| t.frozen_us / 1e6;
@@ -342,6 +346,11 @@ impl Scrape {
             .clone()
             .map(|d| (vec![("device", d.uuid.as_str())], d));
         show(encoder, DEVICE, all)?;
+        let received = devices.clone().map(|d| {
+            let share = Tenant::received_by(&self.tenants, &d.uuid);
+            (vec![("device", d.uuid.as_str())], share)
+        });
+        show(encoder, DEVICE_RECEIVED, received)?;
         let memory = self.memory.iter();
         let memory = memory.map(|m| (vec![("device", m.device.as_str())], m));
         show(encoder, DEVICE_MEMORY, memory)?;

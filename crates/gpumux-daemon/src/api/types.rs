@@ -105,6 +105,9 @@ impl fmt::Display for ForeignProcess {
         if let Some(tenant) = &self.tenant {
             write!(f, " of tenant {tenant}, which may not use the device")?;
         }
+        if let Some(tenant) = &self.started_by {
+            write!(f, ", started by tenant {tenant} without gpumux's library")?;
+        }
         if let Some(bytes) = self.memory_bytes {
             write!(f, ", {}", Size(bytes))?;
         }
@@ -172,6 +175,9 @@ pub struct ForeignProcess {
     pub used_share: Option<f64>,
     /// The tenant that it is of, if it is of one that may not use the device.
     pub tenant: Option<String>,
+    /// The tenant whose program started it without gpumux's library.
+    #[serde(default)]
+    pub started_by: Option<String>,
 }
 
 /// What NVML reports of a device's place in the machine: what a container needs to use it.
@@ -605,6 +611,15 @@ impl Device {
     }
 }
 
+impl Placement {
+    /// User and trust domain of the group of a tenant of this user, as `1000/team`, if it is in one.
+    pub fn group(&self, uid: u32) -> Option<String> {
+        let trust = self.trust.as_deref();
+        let trust = trust.filter(|_| self.way == Way::Space)?;
+        Some(format!("{uid}/{trust}"))
+    }
+}
+
 impl Tenant {
     /// The share of each of its devices that is guaranteed to it now: none while its guarantees have lapsed.
     pub fn guaranteed(&self) -> f64 {
@@ -621,6 +636,21 @@ impl Tenant {
         here.map(|it| it.received_share).sum()
     }
 
+    /// The share of a device that all of these received in the last second or two. An MPS group's members run together: it counts once.
+    pub fn received_by(all: &[Self], device: &str) -> f64 {
+        let domains = all.iter().flat_map(|it| &it.domains);
+        let mut groups: BTreeMap<Option<u64>, f64> = BTreeMap::new();
+        for domain in domains.filter(|it| it.device == device) {
+            let received = groups.entry(domain.group).or_default();
+            *received = match domain.group {
+                Some(_) => received.max(domain.received_share),
+                None => *received + domain.received_share,
+            };
+        }
+        // Not all are of the same second.
+        groups.values().fold(0.0, |sum: f64, it| sum + it).min(1.0)
+    }
+
     /// What it copies between the host and a device: to the device, and to the host.
     pub fn copies(&self, device: &str) -> [Copying; 2] {
         let here = || self.domains.iter().filter(|it| it.device == device);
@@ -630,9 +660,7 @@ impl Tenant {
 
     /// User and trust domain of its group, as `1000/team`, if it is in one.
     pub fn group(&self) -> Option<String> {
-        let trust = self.placement.trust.as_deref();
-        let trust = trust.filter(|_| self.placement.way == Way::Space)?;
-        Some(format!("{}/{trust}", self.uid))
+        self.placement.group(self.uid)
     }
 
     /// The other members of its group, of all tenants.

@@ -9,6 +9,7 @@ fn look(tenant: u64, received_us: f64) -> Look {
         name: format!("job-{tenant}"),
         uid: 1000,
         user: "ada".into(),
+        group: None,
         received_us,
         waited_us: 0.0,
         memory: 1 << 30,

@@ -40,17 +40,17 @@ pub(super) fn refuse(connection: &OwnedFd, kind: Kind, reason: &str) {
             reason: reason.to_owned(),
         })
         .unwrap_or_default(),
-        Kind::Api => unavailable(reason).into_bytes(),
+        Kind::Api => no_place(reason).into_bytes(),
     };
     // A new connection has room for that.
     let _ = send_bytes(connection, &bytes, &[], SendFlags::DONTWAIT);
     let _ = shutdown(connection, Shutdown::Write);
 }
 
-/// The answer to a connection that is not served.
-pub(crate) fn unavailable(reason: &str) -> String {
+/// The answer to a connection that finds no place. A daemon that ends answers otherwise: clients wait for the next one then.
+pub(crate) fn no_place(reason: &str) -> String {
     let problem = serde_json::json!({ "error": reason });
-    let head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n";
+    let head = "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n";
     format!("{head}{problem}\n")
 }
 

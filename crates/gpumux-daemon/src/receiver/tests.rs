@@ -304,7 +304,7 @@ async fn connection_beyond_the_bound_is_refused_until_another_ends() {
     let mut request = UnixStream::connect(sockets.dir.path().join("api.sock")).unwrap();
     let mut answer = String::new();
     request.read_to_string(&mut answer).unwrap();
-    assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+    assert!(answer.starts_with("HTTP/1.1 429 "), "{answer}");
     assert!(answer.contains(&reason), "{answer}");
     drop(first);
     let served = async {

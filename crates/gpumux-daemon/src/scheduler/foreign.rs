@@ -95,6 +95,7 @@ impl Foreigners {
             memory_bytes: it.process.memory_bytes,
             used_share: it.used,
             tenant: it.tenant.and_then(&name),
+            started_by: None,
         };
         self.known.values().map(shown).collect()
     }
@@ -106,13 +107,12 @@ impl Foreigners {
 
     /// For admission.
     pub(super) fn room(&self) -> Vec<admission::Foreign> {
-        let used = |it: &Foreigner| {
-            Some(admission::Foreign {
-                name: format!("{} (pid {})", it.process.name, it.process.pid),
-                used: it.used?,
-            })
+        let takes = |it: &Foreigner| admission::Foreign {
+            name: format!("{} (pid {})", it.process.name, it.process.pid),
+            used: it.used.unwrap_or_default(),
+            memory: it.process.memory_bytes.unwrap_or_default(),
         };
-        self.known.values().filter_map(used).collect()
+        self.known.values().map(takes).collect()
     }
 }
 

@@ -176,6 +176,11 @@ impl Tenant {
         !self.kept && !self.holders.is_empty() && self.holders.values().all(has_ended)
     }
 
+    /// Whether this is one of its processes.
+    pub(super) fn holds(&self, process: ProcessId) -> bool {
+        self.holders.values().any(|it| *it == Some(process))
+    }
+
     /// Its process of this pid, if it has not ended; never another that has the pid by now.
     pub(super) fn process(&self, pid: u32) -> Option<ProcessFd> {
         let mut processes = self.holders.values().flatten();
@@ -294,6 +299,13 @@ impl Tenant {
             owner: self.user.clone(),
         }
     }
+}
+
+/// The tenant of the process with this pid or, if it is of none, of the nearest of its parents that is a tenant's.
+pub(crate) fn started_by(tenants: &[Tenant], pid: u32) -> Option<&Tenant> {
+    let line = ProcessId::of(pid)?.line();
+    line.iter()
+        .find_map(|process| tenants.iter().find(|it| it.holds(*process)))
 }
 
 /// The tenant that a user means by a name: its own before others', or the one of `user/name`.

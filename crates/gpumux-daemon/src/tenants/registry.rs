@@ -190,10 +190,9 @@ impl Tenants {
         if let Some(tenant) = token.and_then(|token| all.find(|it| it.token == token)) {
             return is_of(tenant);
         }
-        let holds = |tenant: &Tenant, process| tenant.holders.values().any(|it| *it == process);
         let nearest = line.iter().find_map(|process| {
             let all = table.tenants.values();
-            let held: Vec<_> = all.filter(|it| holds(it, Some(*process))).collect();
+            let held: Vec<_> = all.filter(|it| it.holds(*process)).collect();
             (!held.is_empty()).then_some(held)
         });
         nearest.is_some_and(|held| held.into_iter().any(is_of))

@@ -40,10 +40,6 @@ pub(crate) enum Call {
     Copy,
     /// A copy that goes on after the call.
     AsyncCopy,
-    /// Host memory is registered.
-    Register,
-    /// A stream waits for an event.
-    Wait,
 }
 
 /// A kind of call: calls of one kind are taken to predict the same.
@@ -74,7 +70,7 @@ const NEW: Lesson = Lesson {
 
 /// All that was learned of one context.
 pub(crate) struct Lessons {
-    of: [[Lesson; 64]; 4],
+    of: [[Lesson; 64]; 2],
     budget: f32,
     /// When the budget was last filled up, in µs.
     filled: u64,
@@ -93,7 +89,7 @@ impl Site {
     fn lead(self, gap: f32) -> f32 {
         match self.call {
             Call::AsyncCopy => gap.max(self.bytes as f32 / LINK),
-            Call::Copy | Call::Register | Call::Wait => gap,
+            Call::Copy => gap,
         }
     }
 }
@@ -101,7 +97,7 @@ impl Site {
 impl Lessons {
     pub(crate) const fn new() -> Self {
         Self {
-            of: [[NEW; 64]; 4],
+            of: [[NEW; 64]; 2],
             budget: SAVED_UP,
             filled: 0,
         }
@@ -212,12 +208,8 @@ mod tests {
     #[test]
     fn what_gains_nothing_or_comes_too_late_is_let_be() {
         let mut lessons = Lessons::new();
-        for (gap, call) in [
-            (5, Call::Copy),
-            (1_500, Call::Wait),
-            (50_000, Call::Register),
-        ] {
-            let site = Site::new(call, 4096);
+        for gap in [5, 1_500, 50_000] {
+            let site = Site::new(Call::Copy, 4096);
             assert_eq!(holds(&mut lessons, site, gap, 100, 0), 0, "{gap}");
         }
     }

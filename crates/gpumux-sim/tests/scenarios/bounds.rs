@@ -57,6 +57,31 @@ fn every_tenant_of_every_scenario_keeps_its_bounds() {
     );
 }
 
+/// A guarantee is a share of the time that the device works for tenants. So admission keeps nothing for switches: what they take is taken
+/// from all in proportion, and from no tenant's share.
+#[test]
+fn guarantees_of_the_whole_device_hold_whatever_switches_cost() {
+    for name in ["saturating", "shares-70-30", "shares-50-25-25"] {
+        let mut lost = Vec::new();
+        for slower in [1, 8] {
+            let report = managed(name, 20.0, |scenario| {
+                scenario.hardware.switch_base *= slower;
+            });
+            let all = &report.tenants;
+            let sum: f64 = all.iter().map(|it| it.guaranteed).sum();
+            assert!((sum - 1.0).abs() < 1e-9, "{name}: {sum}");
+            for tenant in all {
+                let bound = tenant.bound.expect("one device and a policy");
+                assert!(bound.worst_lag_ms <= Some(bound.lag_ms), "{tenant:?}");
+                let received = tenant.received_of_used;
+                assert!(received >= tenant.guaranteed - 0.005, "{tenant:?}");
+            }
+            lost.push(1.0 - used(&report));
+        }
+        assert!(lost[1] > 3.0 * lost[0], "{name}: switches cost {lost:?}");
+    }
+}
+
 #[test]
 fn guaranteed_memory_stays_beside_jobs_that_do_not_fit() {
     let serve = |name| {

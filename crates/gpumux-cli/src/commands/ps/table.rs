@@ -1,6 +1,9 @@
 //! The tables of `gpumux ps`, made of what the daemon answered.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
 
 use gpumux_core::{
     quantity::{Percent, Size, Time},
@@ -264,6 +267,22 @@ pub(super) fn hindered(tenant: &Tenant, all: &[Tenant]) -> String {
             by.join(", ")
         ),
     }
+}
+
+/// A line about each group of several tenants, which run together: each of them is listed with what all received.
+pub(super) fn groups(tenants: &[Tenant]) -> String {
+    let mut groups: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for tenant in tenants {
+        if let Some(group) = tenant.group() {
+            groups.entry(group).or_default().push(&tenant.name);
+        }
+    }
+    let several = groups.into_iter().filter(|(_, names)| names.len() > 1);
+    let line = |(group, names): (String, Vec<&str>)| {
+        let names = names.join(", ");
+        format!("group {group}: {names} run together; the SHARE of each is what all received\n")
+    };
+    several.map(line).collect()
 }
 
 /// A line about the tenants that are scheduled at launch, if there are some.

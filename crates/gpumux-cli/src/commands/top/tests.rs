@@ -405,6 +405,9 @@ fn members_of_a_group_count_once() {
     }
     let received = view.received[UUID];
     assert!((received - 0.9).abs() < 1e-9, "{received}");
+    press(&mut view, KeyCode::Tab);
+    let shown = picture(&view, 80, 24);
+    assert!(shown.contains("c 50%, a, b together 40%"), "{shown}");
 }
 
 #[test]
@@ -423,6 +426,7 @@ fn timeline_begins_with_the_daemons_history() {
             uid: 0,
             user: "root".into(),
             device: UUID.into(),
+            group: None,
             ended_s_ago: None,
             waiting: vec![None; 300],
             memory: vec![None; 300],

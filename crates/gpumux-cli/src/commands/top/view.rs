@@ -28,6 +28,8 @@ pub(super) struct Answer {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Row {
     pub(super) device: String,
+    /// The MPS group that it runs in there.
+    pub(super) group: Option<u64>,
     /// The share that it gets when all tenants have work.
     pub(super) share: f64,
     /// Parts of the time since the last look: on the device, and waiting for it.
@@ -150,6 +152,7 @@ impl View {
                 }
                 let row = rows.entry(&domain.device).or_default();
                 row.device = domain.device.clone();
+                row.group = domain.group;
                 row.share = row.share.max(domain.entitled_share);
                 row.received += received;
                 row.waiting = row.waiting.max(waiting);

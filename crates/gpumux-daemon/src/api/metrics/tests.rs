@@ -6,8 +6,8 @@ use gpumux_core::Class;
 
 use super::*;
 use crate::api::types::{
-    CollectiveFigures, ControlCost, Device, HintFigures, HostMemory, MoveFigures, Scheduler,
-    TenantSpec,
+    CollectiveFigures, ControlCost, Device, Domain, HintFigures, HostMemory, MoveFigures,
+    Scheduler, TenantSpec,
 };
 
 pub(crate) fn example() -> Scrape {
@@ -42,6 +42,7 @@ pub(crate) fn example() -> Scrape {
             memory_bytes: Some(1 << 30),
             used_share: Some(0.25),
             tenant: None,
+            started_by: None,
         }],
         controls: vec![control("freeze"), control("thaw")],
     };
@@ -270,6 +271,38 @@ fn metrics_keep_the_rules_of_openmetrics() {
         text.contains(r#"le="+Inf",device="GPU-0",control="freeze"} 3"#),
         "{text}"
     );
+}
+
+#[test]
+fn members_of_a_group_count_once_in_what_tenants_received() {
+    let mut scrape = example();
+    let domain = |group, received_share| Domain {
+        device: "GPU-0".into(),
+        group,
+        received_share,
+        ..Domain::default()
+    };
+    for (group, share) in [(Some(1), 0.5), (Some(1), 0.5), (None, 0.25)] {
+        let mut tenant = scrape.tenants[0].clone();
+        tenant.domains = vec![domain(group, share)];
+        scrape.tenants.push(tenant);
+    }
+    let text = scrape.text();
+    for line in [
+        r#"gpumux_device_received_ratio{device="GPU-0"} 0.75"#,
+        r#"gpumux_device_received_ratio{device="GPU-1"} 0.0"#,
+    ] {
+        assert!(text.contains(line), "{line} in\n{text}");
+    }
+}
+
+#[test]
+fn use_by_no_foreign_process_is_zero_without_a_sign() {
+    let mut scrape = example();
+    scrape.status.devices[0].foreign.clear();
+    let text = scrape.text();
+    let line = r#"gpumux_device_foreign_used_ratio{device="GPU-0"} 0.0"#;
+    assert!(text.contains(line), "{text}");
 }
 
 /// The metrics that the dashboard and the alerts ask for exist.

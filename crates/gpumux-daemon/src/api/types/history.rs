@@ -64,6 +64,9 @@ pub struct TenantHistory {
     pub user: String,
     /// UUID of the device.
     pub device: String,
+    /// The MPS group of which it is a member, as user and trust domain. What it received is what all members received.
+    #[serde(default)]
+    pub group: Option<String>,
     /// Seconds since it ended; `null` while it lives.
     pub ended_s_ago: Option<u64>,
     /// Part of the device's time that it received.

@@ -1,5 +1,7 @@
 //! GPUs: a line about each above the tenants, and a page with all about them.
 
+use std::collections::BTreeMap;
+
 use gpumux_daemon::api::types::{Device, DeviceMemory};
 use ratatui::{
     style::{Color, Style, Stylize},
@@ -45,15 +47,34 @@ fn memory(device: &Device) -> Option<String> {
     Some(format!("{} of {}", bytes(used), bytes(device.memory_bytes)))
 }
 
-/// Parts of a GPU's time that tenants received, the largest first.
-fn received(view: &View, device: &Device) -> Vec<(String, f64)> {
-    let mut all: Vec<(String, f64)> = Vec::new();
+/// Parts of a GPU's time, the largest first, each with the tenants that received it: those of an MPS group together.
+fn received<'a>(view: &'a View, device: &Device) -> Vec<(Vec<&'a str>, f64)> {
+    let mut all: Vec<(Vec<&str>, f64)> = Vec::new();
+    let mut groups: BTreeMap<u64, usize> = BTreeMap::new();
     for (name, rows) in &view.rows {
-        let own = rows.iter().filter(|row| row.device == device.uuid);
-        all.extend(own.map(|row| (name.clone(), row.received)));
+        for row in rows.iter().filter(|row| row.device == device.uuid) {
+            let at = match row.group {
+                Some(group) => *groups.entry(group).or_insert(all.len()),
+                None => all.len(),
+            };
+            if at == all.len() {
+                all.push(Default::default());
+            }
+            let (names, part) = &mut all[at];
+            names.push(name);
+            *part = part.max(row.received);
+        }
     }
     all.sort_by(|a, b| b.1.total_cmp(&a.1));
     all
+}
+
+/// What processes use that gpumux does not control, if there are some.
+fn foreign(device: &Device) -> Option<String> {
+    let all = &device.foreign;
+    let used = all.iter().map(|it| it.used_share).sum::<Option<f64>>();
+    let used = used.map_or_else(|| "use unknown".into(), percent);
+    (!all.is_empty()).then(|| format!("{} foreign ({used})", all.len()))
 }
 
 /// As much about a GPU as fits in a line, what matters most first.
@@ -70,6 +91,7 @@ pub(super) fn line(width: u16, view: &View, answer: &Answer, device: &Device) ->
     let parts = [
         trouble,
         Some(used),
+        foreign(device),
         temperature(device),
         power(device),
         memory(device),
@@ -177,7 +199,10 @@ pub(super) fn all(width: u16, view: &View, answer: &Answer) -> Vec<Line<'static>
         let shares: Vec<String> = shares
             .iter()
             .filter(|(_, part)| *part >= 0.005)
-            .map(|(name, part)| format!("{name} {}", percent(*part)))
+            .map(|(names, part)| match names.as_slice() {
+                [name] => format!("{name} {}", percent(*part)),
+                all => format!("{} together {}", all.join(", "), percent(*part)),
+            })
             .collect();
         let tenants = if shares.is_empty() {
             "none".into()
@@ -185,6 +210,11 @@ pub(super) fn all(width: u16, view: &View, answer: &Answer) -> Vec<Line<'static>
             shares.join(", ")
         };
         lines.push(Line::from(format!("{:LABEL$}{tenants}", "   received by")));
+        if !device.foreign.is_empty() {
+            let all: Vec<String> = device.foreign.iter().map(ToString::to_string).collect();
+            let all = all.join(", ");
+            lines.push(Line::from(format!("{:LABEL$}{all}", "   foreign")));
+        }
         let groups = format!("{}, {} channel groups", device.policy, device.domains);
         for (label, text) in [("policy", &groups), ("UUID", &device.uuid)] {
             lines.push(Line::from(format!("{:LABEL$}{text}", format!("   {label}"))).dim());
