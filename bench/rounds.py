@@ -346,6 +346,7 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
             if not prepared:
                 begin = time.monotonic()
                 plan.prepare(case)
+                modes = [name for name in modes if name in plan.modes]
                 if "alone" not in plan.modes:
                     raise BenchError(f"{case}: {' '.join(notes)}")
                 prepared, preparation = True, max(preparation, time.monotonic() - begin)

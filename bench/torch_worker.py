@@ -143,6 +143,8 @@ class Server:
 class Streams:
     """Streams of one process by priority, `high` or `low`; with `green`, of green contexts instead: that part of the SMs for low priority, the rest for high."""
 
+    kept: list[Any] = []  # a green context ends with its object, and all work on it fails
+
     def __init__(self, green: float | None) -> None:
         sys.setswitchinterval(2e-5)  # a thread that waits for Python's lock gets it soon
         lowest, highest = torch.cuda.Stream.priority_range()
@@ -154,6 +156,7 @@ class Streams:
             low = max(8, int(every * green) // 8 * 8)  # SMs come in eights
             for name, sms in (("low", low), ("high", (every - low) // 8 * 8)):
                 self.green[name] = GreenContext.create(num_sms=sms, device_id=0)
+            self.kept += self.green.values()
 
     def make(self, priority: str) -> Any:
         """A new stream."""

@@ -249,9 +249,10 @@ class Driver(unittest.TestCase):
                 raise common.BenchError("no\nGPU")
 
         modes, notes = list(MODES), list[str]()
-        rounds.prepare("a", modes, have, notes)
+        plan = rounds.Plan(["a"], modes, self.measure, lambda case: rounds.prepare(case, modes, have, notes))
+        self.assertEqual(rounds.run(plan, self.results(), 60, notes=notes), 1)
         self.assertEqual((modes, notes), (["alone"], ["gpumux could not run a: no GPU."]))
-        self.assertEqual(rounds.run(rounds.Plan(["a"], modes, self.measure), self.results(), 60, notes=notes), 1)
+        self.assertEqual({mode for _, mode, _ in self.calls}, {"alone"})
         self.assertEqual(json.loads(self.results().path.read_text())["note"], "gpumux could not run a: no GPU.")
 
     def test_case_that_alone_cannot_run_ends_the_call_and_names_why(self) -> None:
