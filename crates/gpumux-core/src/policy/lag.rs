@@ -108,6 +108,9 @@ pub(super) struct Track {
     /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
     #[serde(default)]
     busy_part: f64,
+    /// It has work for certain; else since when not.
+    #[serde(default)]
+    idle: Option<Micros>,
     /// Takes what it can get, of latency domains: since when.
     #[serde(default)]
     pub(super) greedy: Option<Micros>,
@@ -134,6 +137,8 @@ pub(super) struct Entitled {
     /// Its share is one of those that sum to 1: see [`Memory::counted`].
     pub(super) counts: bool,
     pub(super) wants: bool,
+    /// It has work for certain.
+    pub(super) busy: bool,
 }
 
 impl Memory {
@@ -328,9 +333,7 @@ impl Memory {
             let mut next = Node::default();
             next.add(it);
             let whole = tenants[track.parent].share;
-            if it.wants && !track.node.wants {
-                track.resume(now, window(self.look, track.id));
-            }
+            track.see(it.busy, now, window(self.look, track.id));
             track.node.take(&next, whole, now, most);
         }
         self.level();
@@ -342,12 +345,14 @@ impl Memory {
         }
     }
 
-    /// Domains share by timeslices that are all greedy. Begins a look at one of them, if that is due. Else when one will be.
+    /// Domains share by timeslices that all take what they can get. When one of them is to be looked at; if that begins now, none.
     pub(super) fn look(&mut self, now: Micros) -> Option<Micros> {
         let begun = *self.together.get_or_insert(now);
-        let due = self.domains.iter_mut();
+        let due = self.domains.iter_mut().filter(|it| it.idle.is_none());
         let due = due.filter_map(|it| Some((it.greedy?.max(begun) + it.look_after, it)));
-        let (at, track) = due.min_by_key(|(at, _)| *at)?;
+        let Some((at, track)) = due.min_by_key(|(at, _)| *at) else {
+            return Some(Micros(u64::MAX));
+        };
         let at = at.max(self.looked + LOOKS.0);
         if at > now {
             return Some(at);
@@ -362,26 +367,30 @@ impl Memory {
         self.together = self.together.filter(|_| self.look.is_some());
     }
 
-    /// The domain that is looked at, and when that will be over. One that takes what it can get is found to before. Another had not run ahead:
-    /// timeslices tell roughly what a domain received.
-    pub(super) fn looked_at(&mut self, now: Micros) -> Option<(DomainId, Micros)> {
+    /// The domain that is looked at, and when that may be over. It takes what it can get if it works for so `long` without a pause, as `busy` tells,
+    /// or most of the time. Another had not run ahead: timeslices tell roughly what a domain received.
+    pub(super) fn looked_at(
+        &mut self,
+        now: Micros,
+        busy: impl Fn(DomainId) -> Option<Micros>,
+        long: Micros,
+    ) -> Option<(DomainId, Micros)> {
         let (id, end) = (self.look?, self.looked + LOOK);
+        let works = busy(id).map_or(end, |since| since.max(self.looked) + long);
         let Some(track) = self.domains.iter_mut().find(|it| it.id == id) else {
             self.look = None;
             return None;
         };
-        if track.busy_part >= GREEDY.1 {
+        if works <= now && works < end || track.busy_part >= GREEDY.1 {
+            track.busy_part = track.busy_part.max(GREEDY.1);
             track.greedy = Some(now);
             track.look_after = Micros(SELDOMER * track.look_after.0).min(LOOKS.1);
         } else if now < end {
-            return Some((id, end));
+            return Some((id, end.min(works)));
         } else {
-            let tenant = &mut self.tenants[track.parent];
-            let user = &mut self.users[tenant.parent];
-            for node in [&mut track.node, &mut tenant.node, &mut user.node] {
+            for node in [&mut track.node, &mut self.tenants[track.parent].node] {
                 node.lag = node.lag.max(0.0);
             }
-            track.lag = track.lag.max(0.0);
         }
         self.look = None;
         None
@@ -430,6 +439,7 @@ impl Track {
             since: Micros::ZERO,
             exhausted: false,
             busy_part: 0.0,
+            idle: Some(Micros::ZERO),
             greedy: None,
             look_after: Micros::ZERO,
             wait: None,
@@ -440,16 +450,24 @@ impl Track {
     /// It had work in the last `elapsed` µs, if it did. A pause counts when it is over: before, it is not known whether the domain has little
     /// work, or none for now.
     fn work(&mut self, elapsed: f64, window: f64) {
-        if self.node.wants {
+        if self.idle.is_none() {
             let kept = (-elapsed / window).exp();
             self.busy_part = kept * self.busy_part + 1.0 - kept;
         }
     }
 
-    /// Its pause is over. A long one counts as one of the window.
-    fn resume(&mut self, now: Micros, window: f64) {
-        let pause = now.saturating_sub(self.node.left).0 as f64;
-        self.busy_part *= (-(pause / window).min(1.0)).exp();
+    /// Whether it has work from now on. When a pause is over, it counts, a long one as one of the window; after that, what it does is looked at anew.
+    fn see(&mut self, busy: bool, now: Micros, window: f64) {
+        let Some(since) = self.idle.filter(|_| busy) else {
+            self.idle = (!busy).then(|| self.idle.unwrap_or(now));
+            return;
+        };
+        let pause = now.saturating_sub(since);
+        self.busy_part *= (-(pause.0 as f64 / window).min(1.0)).exp();
+        if pause >= LOOKS.0 {
+            (self.greedy, self.look_after) = (self.greedy.map(|_| now), LOOKS.0);
+        }
+        self.idle = None;
     }
 
     /// Whether it takes what it can get.

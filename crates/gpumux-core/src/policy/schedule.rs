@@ -359,6 +359,7 @@ impl<'a> Stage<'a> {
                 share: actor.share,
                 counts: actor.counts,
                 wants: actor.wants,
+                busy: actor.wants && actor.domain.demand == Demand::Busy,
             });
         }
         let quantum = tuning.quantum(&snapshot.costs, cast.iter().map(Actor::kind));
@@ -398,7 +399,11 @@ impl<'a> Stage<'a> {
         let (several, slack) = (self.several(), Tuning::slack(self.costs));
         let wants = |it: &Actor| it.wants && !it.held();
         let wanting = self.cast.iter().filter(|it| wants(it)).count();
-        let look = memory.looked_at(self.now);
+        let busy = |id| {
+            let actor = self.cast.iter().find(|it| it.domain.id == id)?;
+            actor.runnable().then_some(actor.domain.demand_since)
+        };
+        let look = memory.looked_at(self.now, busy, self.tuning.hog);
         look.into_iter().for_each(|(_, end)| self.ask_at(end));
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
@@ -479,9 +484,11 @@ impl<'a> Stage<'a> {
         }
         among.extend(Some(others).filter(|share| *share > 0.0));
         let round = self.round_together(&among)?;
-        let look_at = memory.look(self.now);
-        self.ask_at(look_at.unwrap_or(self.now));
-        look_at?;
+        let Some(look_at) = memory.look(self.now) else {
+            self.bursts(memory);
+            return None;
+        };
+        self.ask_at(look_at);
         self.pace = (others / (others + running).max(1e-9)).max(1e-3);
         for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
             (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);

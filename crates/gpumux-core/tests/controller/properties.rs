@@ -498,7 +498,7 @@ fn tenant_that_pauses_whenever_a_quantum_ends_has_its_turn() {
         world.set_busy(id, true);
     }
     world.run_for(world.wait_bound());
-    let shares = world.shares_of(Micros::from_secs(2), &[(4, (13, 3))].into());
+    let shares = world.shares_of(Micros::from_secs(10), &[(4, (13, 3))].into());
     let received = shares[&world.group(4)];
     assert!(received > 0.05, "{received} of 0.0594");
 }

@@ -143,6 +143,34 @@ fn short_requests_after_a_busy_start_take_the_device() {
     }
 }
 
+/// It is not known for a while whether it has work, as of a process that starts and waits for others.
+#[test]
+fn short_requests_after_a_long_start_take_the_device_within_a_second() {
+    let (mut now, mut memory) = greedy(&[Class::Latency; 3]);
+    for ms in 0..40_000 {
+        let third = &mut now.domains[2];
+        let demand = match ms {
+            ..5_000 => Demand::Unknown,
+            5_000..20_000 => Demand::Busy,
+            ..22_000 => Demand::Idle,
+            // It waits among timeslices.
+            _ => Demand::Busy,
+        };
+        if third.demand != demand {
+            (third.demand, third.demand_since) = (demand, now.now);
+        }
+        if shape(&plan(&now, &mut memory))[2] == (1_000_000, Enabled) && ms > 22_000 {
+            assert!(ms < 23_200, "{ms}");
+            return;
+        }
+        for domain in &mut now.domains[..2] {
+            domain.received += Micros(500);
+        }
+        now.now += Micros::from_millis(1);
+    }
+    panic!("it never did");
+}
+
 /// In a look, one waits for the other for whole quanta. Two language models, 9 ms of work and 1 ms without, which timeslices make 18 and 1; and two
 /// that never pause.
 #[test]
