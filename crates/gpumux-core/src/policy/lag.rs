@@ -342,12 +342,15 @@ impl Memory {
         }
     }
 
-    /// Domains share by timeslices that are all greedy. Begins a look at one of them, if that is due. Else when one will be.
+    /// Domains share by timeslices that are all greedy, as far as is known. Begins a look at one of them that has work, if that is due. Else when one
+    /// may be.
     pub(super) fn look(&mut self, now: Micros) -> Option<Micros> {
         let begun = *self.together.get_or_insert(now);
-        let due = self.domains.iter_mut();
+        let due = self.domains.iter_mut().filter(|it| it.node.wants);
         let due = due.filter_map(|it| Some((it.greedy?.max(begun) + it.look_after, it)));
-        let (at, track) = due.min_by_key(|(at, _)| *at)?;
+        let Some((at, track)) = due.min_by_key(|(at, _)| *at) else {
+            return Some(now + LOOKS.0);
+        };
         let at = at.max(self.looked + LOOKS.0);
         if at > now {
             return Some(at);
