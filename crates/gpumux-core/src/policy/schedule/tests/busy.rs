@@ -271,11 +271,16 @@ fn idle_latency_tenant_has_no_part_of_the_owners_timeslice() {
 #[test]
 fn latency_tenants_of_unknown_demand_share_by_timeslices_at_once() {
     let mut domains = vec![domain(1, 0), domain(2, 1)];
-    domains.iter_mut().for_each(|it| it.demand = Demand::Unknown);
+    domains
+        .iter_mut()
+        .for_each(|it| it.demand = Demand::Unknown);
     let now = snapshot(&[Class::Latency; 2], domains);
     let got = plan(&now, &mut Memory::default());
     assert_eq!(shape(&got), [(2_048, Enabled), (2_048, Enabled)]);
-    assert!(got.next >= Some(now.now + Micros::from_millis(2)), "{got:?}");
+    assert!(
+        got.next >= Some(now.now + Micros::from_millis(2)),
+        "{got:?}"
+    );
 }
 
 #[test]
