@@ -479,9 +479,11 @@ impl<'a> Stage<'a> {
         }
         among.extend(Some(others).filter(|share| *share > 0.0));
         let round = self.round_together(&among)?;
-        let look_at = memory.look(self.now);
-        self.ask_at(look_at.unwrap_or(self.now));
-        look_at?;
+        let Some(look_at) = memory.look(self.now) else {
+            self.bursts(memory);
+            return None;
+        };
+        self.ask_at(look_at);
         self.pace = (others / (others + running).max(1e-9)).max(1e-3);
         for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
             (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);
