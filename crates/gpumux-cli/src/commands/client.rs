@@ -143,6 +143,10 @@ pub(crate) async fn until_ended(client: &Client, name: &str) -> Result<Ended, Cl
                 }
                 tokio::time::sleep(AWAY_PAUSE).await;
             }
+            // So many clients are connected, or follow events, that this one has to look again.
+            Err(ClientError::Refused { status: 429, .. }) if seen.is_some() => {
+                tokio::time::sleep(AWAY_PAUSE).await;
+            }
             Ok(None) => {}
             Ok(Some(end)) => return Ok(end),
             Err(error) => return Err(error),
@@ -193,11 +197,7 @@ async fn end_of(
                     && event.at_ms / 1000 >= *at
             })
     };
-    match client.events(Some(0), |event| !ended(&event)).await {
-        // So many clients follow events already that this one has to look again.
-        Err(ClientError::Refused { status: 429, .. }) => tokio::time::sleep(AWAY_PAUSE).await,
-        followed => followed?,
-    }
+    client.events(Some(0), |event| !ended(&event)).await?;
     Ok(None)
 }
 
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn end_is_found_without_a_place_to_follow_events() {
+    async fn end_is_found_without_a_place_to_connect_or_follow_events() {
         let dir = tempfile::tempdir().unwrap();
         let client = Client::new(dir.path());
         let listener = UnixListener::bind(paths::api_socket(dir.path())).unwrap();
@@ -238,7 +238,13 @@ mod tests {
         let none = json!({"error": ""});
         let ends = json!([&ended]);
         let daemon = std::thread::spawn(move || {
-            for (status, body) in [(200, &lives), (429, &none), (404, &none), (200, &ends)] {
+            for (status, body) in [
+                (200, &lives),
+                (429, &none),
+                (429, &none),
+                (404, &none),
+                (200, &ends),
+            ] {
                 let mut stream = listener.accept().unwrap().0;
                 let _ = stream.read(&mut [0; 4096]).unwrap();
                 let body = body.to_string();

@@ -22,7 +22,7 @@ Examples:
 Columns:
   STATE       see below
   GPU         indices of the GPUs that it uses
-  SHARE       part of them received in the last second, in a group by all of it
+  SHARE       part of them that it, or its group, received in the last second
   GUARANTEED  part that it always receives when it has work
   WAIT        part of its time with work that it waited, since it started
   MEMORY      on its GPUs, and what is swapped out to the host

@@ -345,13 +345,14 @@ impl Memory {
         }
     }
 
-    /// Domains share by timeslices that all take what they can get. When one of them is to be looked at; if that begins now, none.
+    /// Domains share by timeslices that all take what they can get, as far as is known. Begins a look at one of them that has work, if that is due. Else
+    /// when one may be.
     pub(super) fn look(&mut self, now: Micros) -> Option<Micros> {
         let begun = *self.together.get_or_insert(now);
         let due = self.domains.iter_mut().filter(|it| it.idle.is_none());
         let due = due.filter_map(|it| Some((it.greedy?.max(begun) + it.look_after, it)));
         let Some((at, track)) = due.min_by_key(|(at, _)| *at) else {
-            return Some(Micros(u64::MAX));
+            return Some(now + LOOKS.0);
         };
         let at = at.max(self.looked + LOOKS.0);
         if at > now {

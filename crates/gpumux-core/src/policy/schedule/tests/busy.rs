@@ -183,6 +183,41 @@ fn tenants_that_take_what_they_can_get_are_seldom_looked_at() {
     }
 }
 
+/// Planned twice at the same moment, it is the same.
+#[test]
+fn look_begins_in_the_plan_that_finds_it_due() {
+    let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
+    for _ in 0..5_000 {
+        let first = shape(&plan(&now, &mut memory));
+        assert_eq!(shape(&plan(&now, &mut memory)), first, "{}", now.now);
+        now.now += Micros::from_millis(1);
+    }
+}
+
+/// It would keep the others apart for the whole of a look, and show nothing.
+#[test]
+fn tenant_without_work_is_not_looked_at() {
+    let (mut now, mut memory) = greedy(&[Class::Latency; 3]);
+    let (mut apart, mut longest) = (0, 0);
+    for ms in 0..20_000 {
+        let demand = if ms < 1_000 {
+            Demand::Busy
+        } else {
+            Demand::Idle
+        };
+        let third = &mut now.domains[2];
+        if third.demand != demand {
+            (third.demand, third.demand_since) = (demand, now.now);
+        }
+        let got = plan(&now, &mut memory);
+        let together = shape(&got)[..2] == [(2_048, Enabled); 2];
+        apart = if together { 0 } else { apart + 1 };
+        longest = longest.max(if ms < 1_000 { 0 } else { apart });
+        now.now += Micros::from_millis(1);
+    }
+    assert!((1..60).contains(&longest), "{longest} ms");
+}
+
 /// How long those are apart in the last 60 of 100 s in all, and at most, in ms.
 fn apart(pause: i32) -> (u32, u32) {
     let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
@@ -269,6 +304,22 @@ fn idle_latency_tenant_has_no_part_of_the_owners_timeslice() {
     (now.domains[0].demand, now.domains[0].demand_since) = (Demand::Idle, now.now);
     let got = plan(&now, &mut memory);
     assert_eq!(shape(&got), [(2_048, Enabled), (2_048, Enabled)]);
+}
+
+/// Of none it is known whether it has short requests.
+#[test]
+fn latency_tenants_of_unknown_demand_share_by_timeslices_at_once() {
+    let mut domains = vec![domain(1, 0), domain(2, 1)];
+    domains
+        .iter_mut()
+        .for_each(|it| it.demand = Demand::Unknown);
+    let now = snapshot(&[Class::Latency; 2], domains);
+    let got = plan(&now, &mut Memory::default());
+    assert_eq!(shape(&got), [(2_048, Enabled), (2_048, Enabled)]);
+    assert!(
+        got.next >= Some(now.now + Micros::from_millis(2)),
+        "{got:?}"
+    );
 }
 
 #[test]
