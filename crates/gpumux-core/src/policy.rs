@@ -23,8 +23,8 @@
 //!   burst it goes before lower classes all the same;
 //! - latency domains that all have work most of the time share by timeslices: none of them has short requests, for which the device would be taken
 //!   from the others at once, and each can use the gaps of the others. The owner beside them has a timeslice for the shares of all that rotate.
-//!   Among timeslices, short requests wait most of the time. So one after the other is *looked at*, less and less often: at what it does when it may
-//!   take the device at once.
+//!   Among timeslices, short requests wait most of the time. So those that pause in each round are *looked at*, one after the other and less and less
+//!   often: at what each does when it may take the device at once.
 //!
 //! # Lag
 //! The module `lag` counts for each user, tenant and domain the device time that it was entitled to while it wanted the device, less the

@@ -108,9 +108,12 @@ pub(super) struct Track {
     /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
     #[serde(default)]
     busy_part: f64,
-    /// It has work for certain; else since when not.
+    /// It has work for certain, and since when it has or has not.
     #[serde(default)]
-    idle: Option<Micros>,
+    busy: (bool, Micros),
+    /// How long it had some before it paused last.
+    #[serde(default)]
+    worked: Option<Micros>,
     /// Takes what it can get, of latency domains: since when.
     #[serde(default)]
     pub(super) greedy: Option<Micros>,
@@ -345,11 +348,15 @@ impl Memory {
         }
     }
 
-    /// Domains share by timeslices that all take what they can get, as far as is known. Begins a look at one of them that has work, if that is due. Else
-    /// when one may be.
-    pub(super) fn look(&mut self, now: Micros) -> Option<Micros> {
+    /// Domains share by timeslices that all take what they can get, as far as is known. Begins a look at one of them, if that is due. Else when one may
+    /// be. One that has work for longer than a `round` has no short requests: these wait for that long at most.
+    pub(super) fn look(&mut self, now: Micros, round: Micros) -> Option<Micros> {
         let begun = *self.together.get_or_insert(now);
-        let due = self.domains.iter_mut().filter(|it| it.idle.is_none());
+        let short = |it: &&mut Track| {
+            let (busy, since) = it.busy;
+            busy && now <= since + round && it.worked.is_some_and(|worked| worked <= round)
+        };
+        let due = self.domains.iter_mut().filter(short);
         let due = due.filter_map(|it| Some((it.greedy?.max(begun) + it.look_after, it)));
         let Some((at, track)) = due.min_by_key(|(at, _)| *at) else {
             return Some(now + LOOKS.0);
@@ -440,7 +447,8 @@ impl Track {
             since: Micros::ZERO,
             exhausted: false,
             busy_part: 0.0,
-            idle: Some(Micros::ZERO),
+            busy: (false, Micros::ZERO),
+            worked: None,
             greedy: None,
             look_after: Micros::ZERO,
             wait: None,
@@ -451,7 +459,7 @@ impl Track {
     /// It had work in the last `elapsed` µs, if it did. A pause counts when it is over: before, it is not known whether the domain has little
     /// work, or none for now.
     fn work(&mut self, elapsed: f64, window: f64) {
-        if self.idle.is_none() {
+        if self.busy.0 {
             let kept = (-elapsed / window).exp();
             self.busy_part = kept * self.busy_part + 1.0 - kept;
         }
@@ -459,16 +467,20 @@ impl Track {
 
     /// Whether it has work from now on. When a pause is over, it counts, a long one as one of the window; after that, what it does is looked at anew.
     fn see(&mut self, busy: bool, now: Micros, window: f64) {
-        let Some(since) = self.idle.filter(|_| busy) else {
-            self.idle = (!busy).then(|| self.idle.unwrap_or(now));
+        let (before, since) = self.busy;
+        if busy == before {
             return;
-        };
-        let pause = now.saturating_sub(since);
-        self.busy_part *= (-(pause.0 as f64 / window).min(1.0)).exp();
-        if pause >= LOOKS.0 {
+        }
+        let lasted = now.saturating_sub(since);
+        self.busy = (busy, now);
+        if before {
+            self.worked = Some(lasted);
+            return;
+        }
+        self.busy_part *= (-(lasted.0 as f64 / window).min(1.0)).exp();
+        if lasted >= LOOKS.0 {
             (self.greedy, self.look_after) = (self.greedy.map(|_| now), LOOKS.0);
         }
-        self.idle = None;
     }
 
     /// Whether it takes what it can get.

@@ -484,7 +484,7 @@ impl<'a> Stage<'a> {
         }
         among.extend(Some(others).filter(|share| *share > 0.0));
         let round = self.round_together(&among)?;
-        let Some(look_at) = memory.look(self.now) else {
+        let Some(look_at) = memory.look(self.now, Micros(2 * round as u64)) else {
             self.bursts(memory);
             return None;
         };
