@@ -152,7 +152,7 @@ fn short_requests_after_a_long_start_take_the_device_within_a_second() {
         let demand = match ms {
             ..5_000 => Demand::Unknown,
             5_000..20_000 => Demand::Busy,
-            ..22_000 => Demand::Idle,
+            20_000..22_000 => Demand::Idle,
             // It waits among timeslices.
             _ if ms % 5 < 4 => Demand::Busy,
             _ => Demand::Idle,
