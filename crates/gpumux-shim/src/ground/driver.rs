@@ -121,8 +121,8 @@ impl Function {
 
 /// Functions of libcuda that this library calls for itself.
 macro_rules! functions {
-    ($($name:ident $symbol:literal ($($type:ty),*);)*) => {$(
-        fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $crate::ground::driver::CUresult> {
+    ($($visible:vis $name:ident $symbol:literal ($($type:ty),*);)*) => {$(
+        $visible fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $crate::ground::driver::CUresult> {
             static FUNCTION: $crate::ground::driver::Function =
                 $crate::ground::driver::Function::new($symbol);
             // SAFETY: the signature is `cuda.h`'s.

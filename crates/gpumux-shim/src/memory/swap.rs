@@ -6,19 +6,18 @@
 //! reverse, at the same addresses. A kernel in the middle of its work notices nothing. Often a part is enough: then what the
 //! program called cold goes first, and the rest stays on the device, as frozen as its program ([`choice`]).
 
+mod calls;
 mod choice;
+mod context;
 mod host;
 mod numa;
+mod pool;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     ffi::c_void,
     path::PathBuf,
-    ptr,
-    sync::{
-        Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicBool, Ordering},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -26,20 +25,24 @@ use std::{
 use crate::{
     ground::{
         context::{is_capturing_anywhere, relax_captures, within},
-        driver::{CUstream, SUCCESS, functions},
+        driver::CUstream,
         gate,
-        guard::{lock, lock_by},
+        guard::lock,
         notice::say,
     },
     memory::{
-        block::{Departed, GRAIN, NOWHERE},
+        block::{Departed, NOWHERE},
         physical, pools, space, vmm,
     },
     work,
     work::permits,
 };
+use calls::*;
 use choice::{Gone, Good, Key};
-use host::{HUGE, PIECE, available_memory, map, populate, spread};
+use context::{GONE, PREPARING, await_copies, is_broken, lock_soon, stream, streams};
+pub(crate) use context::{end_context, forget_context, in_context, make_tools, without_preparing};
+use host::mib;
+use pool::{Cursor, Pool};
 
 /// How long to wait until [`is_quiet`].
 const QUIET: Duration = Duration::from_secs(15);
@@ -50,41 +53,10 @@ const IDLE: Duration = Duration::from_millis(200);
 const CLOSED: Duration = Duration::from_millis(500);
 /// Pause between looks.
 const LOOK: Duration = Duration::from_micros(200);
-/// How long a context may take to end before a move is given up.
-const SOON: Duration = Duration::from_secs(1);
 /// So much is pinned at once: about a third of a second (measured on an H100's host).
 const GROWTH: usize = 1 << 30;
 /// So much is overwritten at a time: orders do not wait for more.
 const SCRUB: usize = 256 << 20;
-/// Part of the host's available memory that is left free (as its reciprocal).
-const SPARE: u64 = 10;
-
-functions! {
-    stream_create c"cuStreamCreate" (*mut CUstream, u32);
-    stream_destroy c"cuStreamDestroy_v2" (CUstream);
-    stream_query c"cuStreamQuery" (CUstream);
-    stream_synchronize c"cuStreamSynchronize" (CUstream);
-    to_host c"cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, CUstream);
-    to_device c"cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, CUstream);
-    host_register c"cuMemHostRegister_v2" (*mut c_void, usize, u32);
-    host_unregister c"cuMemHostUnregister" (*mut c_void);
-    mem_alloc c"cuMemAlloc_v2" (*mut u64, usize);
-    mem_info c"cuMemGetInfo_v2" (*mut usize, *mut usize);
-}
-
-/// Calls a function of the driver; what it answers otherwise ends the work.
-macro_rules! call {
-    ($function:ident, $($arg:expr),*) => {
-        match $function() {
-            // SAFETY: the signature is `cuda.h`'s; the callers pass memory that outlives the copy.
-            Some(function) => match unsafe { function($($arg),*) } {
-                SUCCESS => Ok(()),
-                error => Err(format!("{} answers {error}", stringify!($function))),
-            },
-            None => Err(format!("the driver has no {}", stringify!($function))),
-        }
-    };
-}
 
 /// Where the process's memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,18 +66,6 @@ pub(crate) enum Away {
     Quiet,
     /// On the host, all or a part.
     Out,
-}
-
-/// Pinned host memory that is reused.
-#[derive(Default)]
-struct Pool {
-    /// Addresses and lengths.
-    pieces: Vec<(usize, usize)>,
-    total: usize,
-    /// So many bytes are allowed.
-    most: usize,
-    /// Folder where it is made.
-    location: Option<PathBuf>,
 }
 
 /// The tool of the thread that moves memory.
@@ -504,103 +464,6 @@ impl Mover {
     }
 }
 
-/// Contexts that are gone, by handle: another may get the same.
-static GONE: Mutex<Vec<u64>> = Mutex::new(Vec::new());
-/// Held while the thread that moves memory enters contexts although the gate is open.
-static PREPARING: Mutex<()> = Mutex::new(());
-
-/// A lock, but not waited for long: its holder may wait for the device.
-fn lock_soon(mutex: &'static Mutex<()>) -> Option<MutexGuard<'static, ()>> {
-    lock_by(mutex, Instant::now() + SOON)
-}
-
-/// Calls the driver in a context, by the thread that moves memory; none: the context or the process is ending.
-pub(crate) fn in_context<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
-    let _moving = gate::begin_move()?;
-    let _alone = lock_soon(&PREPARING)?;
-    within(context, work)
-}
-
-/// What moving a context's memory needs of the device.
-#[derive(Clone, Copy, Default)]
-struct Tools {
-    /// Device memory to try copies out with. Freeing it would wait for the device.
-    memory: u64,
-    stream: usize,
-    /// The stream has copied in both directions: nothing is left to be set up when the device is frozen.
-    tried: bool,
-}
-
-/// By context.
-static TOOLS: Mutex<BTreeMap<u64, Tools>> = Mutex::new(BTreeMap::new());
-/// The last context for which they were made.
-static READY: AtomicU64 = AtomicU64::new(0);
-
-/// Makes what moving memory of the current context needs, which is this one. With the context's first memory: when that moves, the device
-/// may be full, and then the driver has none.
-pub(crate) fn make_tools(context: u64) -> Result<(), String> {
-    /// `CU_STREAM_NON_BLOCKING`
-    const NON_BLOCKING: u32 = 1;
-    if READY.load(Ordering::Acquire) == context {
-        return Ok(());
-    }
-    let mut all = lock(&TOOLS);
-    let it = all.entry(context).or_default();
-    if it.memory == 0 {
-        call!(mem_alloc, &raw mut it.memory, GRAIN as usize)?;
-    }
-    if it.stream == 0 {
-        let mut stream = ptr::null_mut();
-        call!(stream_create, &raw mut stream, NON_BLOCKING)?;
-        it.stream = stream as usize;
-    }
-    if !it.tried {
-        try_out(*it)?;
-        it.tried = true;
-    }
-    READY.store(context, Ordering::Release);
-    Ok(())
-}
-
-/// The streams for copies, by context.
-fn streams() -> BTreeMap<u64, CUstream> {
-    let all = lock(&TOOLS);
-    let tried = all.iter().filter(|(_, it)| it.tried);
-    tried.map(|(id, it)| (*id, it.stream as CUstream)).collect()
-}
-
-fn stream(context: u64) -> Result<CUstream, String> {
-    let all = lock(&TOOLS);
-    let own = all.get(&context).filter(|it| it.tried);
-    own.map(|it| it.stream as CUstream)
-        .ok_or_else(|| "a context is new".into())
-}
-
-/// Waits until no copy is under way any more; what each context says of its own.
-fn await_copies() -> Vec<(u64, Result<(), String>)> {
-    let streams = streams().into_iter();
-    let all = streams.map(|(context, stream)| {
-        // Once more, because nothing may be taken from under a copy; a context that is gone has none.
-        let wait =
-            || call!(stream_synchronize, stream).or_else(|_| call!(stream_synchronize, stream));
-        (context, within(context, wait).unwrap_or(Ok(())))
-    });
-    all.collect()
-}
-
-/// Whether a context can do nothing any more but tell its error, which may also be that its device is lost.
-fn is_broken(context: u64) -> bool {
-    // `CUDA_ERROR_DEVICE_UNAVAILABLE`, `UNKNOWN`
-    let is_lost = |it| matches!(it, 46 | 999);
-    let Ok(stream) = stream(context) else {
-        return false;
-    };
-    // SAFETY: a stream of ours, in its context.
-    let query = || Some(unsafe { stream_query()?(stream) });
-    let answer = within(context, query).flatten();
-    answer.is_some_and(|it| work::is_fatal(it) || is_lost(it))
-}
-
 /// Whether all that is away has room on its devices, but for what is of contexts that have failed for good.
 fn has_room() -> Result<(), String> {
     let mut gone = space::with(|space| choice::gone(space));
@@ -671,47 +534,6 @@ fn begin_back<M>(
     begun
 }
 
-/// Copies in both directions.
-fn try_out(Tools { memory, stream, .. }: Tools) -> Result<(), String> {
-    let (stream, bytes) = (stream as CUstream, GRAIN as usize);
-    let host = map(bytes, None).map_err(|error| format!("the host has no room: {error}"))?;
-    host::advise(host, bytes);
-    let copied = call!(host_register, host, bytes, 1).and_then(|()| {
-        let copied = call!(to_device, memory, host, bytes, stream)
-            .and_then(|()| call!(to_host, host, memory, bytes, stream));
-        let done = copied.and(call!(stream_synchronize, stream));
-        done.and(call!(host_unregister, host))
-    });
-    // SAFETY: made above, known to no other thread, and not registered any more but where the context has failed for good.
-    let _ = unsafe { rustix::mm::munmap(host, bytes) };
-    copied
-}
-
-/// A context is gone.
-pub(crate) fn forget_context(context: u64) {
-    lock(&GONE).push(context);
-    let mut all = lock(&TOOLS);
-    all.remove(&context);
-    // Another may get the same handle.
-    let _ = READY.compare_exchange(context, 0, Ordering::AcqRel, Ordering::Acquire);
-}
-
-/// A context is about to be destroyed by a call that leaves its streams.
-pub(crate) fn end_context(context: u64) {
-    let own = lock(&TOOLS).get(&context).map(|it| it.stream);
-    if let Some(stream) = own.filter(|it| *it != 0) {
-        let _ = within(context, || call!(stream_destroy, stream as CUstream));
-    }
-    forget_context(context);
-}
-
-/// Does what may end a context, while the thread that moves memory is in none. To be called inside the gate: behind a closed one that
-/// thread enters contexts at any time.
-pub(crate) fn without_preparing<R>(work: impl FnOnce() -> R) -> R {
-    let _alone = lock(&PREPARING);
-    work()
-}
-
 /// Physical memory in place of what is away.
 enum Made {
     Chunks(Vec<vmm::Chunk>),
@@ -759,151 +581,10 @@ fn chosen(least: u64) -> Vec<Good> {
     space::with(|space| choice::goods(space, least))
 }
 
-/// How far the pool is filled.
-#[derive(Clone, Copy, Default)]
-struct Cursor {
-    piece: usize,
-    offset: usize,
-    /// In all.
-    bytes: usize,
-}
-
-impl Cursor {
-    /// So many bytes, in parts.
-    fn take(&mut self, pool: &Pool, mut bytes: usize) -> Option<Vec<(usize, usize)>> {
-        let mut parts = Vec::new();
-        while bytes > 0 {
-            let (at, length) = *pool.pieces.get(self.piece)?;
-            let part = bytes.min(length - self.offset);
-            if part == 0 {
-                (self.piece, self.offset) = (self.piece + 1, 0);
-                continue;
-            }
-            parts.push((at + self.offset, part));
-            self.offset += part;
-            self.bytes += part;
-            bytes -= part;
-        }
-        Some(parts)
-    }
-}
-
-impl Pool {
-    /// Lets go of all of it.
-    fn clear(&mut self) {
-        for (at, length) in self.pieces.drain(..) {
-            // Fails where the context that pinned it is gone; what counts is that it is not pinned any more.
-            let _ = call!(host_unregister, at as *mut c_void);
-            // SAFETY: mapped by `grow`; nothing is copied to or from it.
-            let _ = unsafe { rustix::mm::munmap(at as *mut c_void, length) };
-        }
-        self.total = 0;
-    }
-
-    /// Makes it hold so many bytes. Registered in a context, for all of them.
-    fn grow(&mut self, bytes: usize, context: u64) -> Result<(), String> {
-        if bytes <= self.total {
-            return Ok(());
-        }
-        let need = (bytes - self.total).next_multiple_of(HUGE);
-        let room = self.most.saturating_sub(self.total) / HUGE * HUGE;
-        if need > room {
-            return Err(format!(
-                "{} are to be moved, and it may keep {} on the host",
-                mib(bytes as u64),
-                mib(self.most as u64)
-            ));
-        }
-        let more = need
-            .checked_next_multiple_of(PIECE)
-            .unwrap_or(need)
-            .min(room);
-        let location = self.location.as_deref();
-        let place = location.map_or_else(String::new, |it| format!(" in {}", it.display()));
-        let more = match available_memory(location) {
-            Some(available) => fitting(more, need, available).ok_or_else(|| {
-                let (need, free) = (mib(need as u64), mib(available));
-                format!("the host has no room for {need} more{place}: {free} are free, of which a tenth stays so")
-            })?,
-            None => more,
-        };
-        let at = map(more, location).map_err(|error| match location {
-            None => format!("the host has no room: {error}"),
-            Some(location) => format!("no host memory in {}: {error}", location.display()),
-        })?;
-        host::advise(at, more);
-        if let Some(node) = within(context, numa::node).flatten() {
-            numa::prefer(node, at, more);
-        }
-        if !populate(at as usize, more) && location.is_some() {
-            // To touch it would be a bus error.
-            // SAFETY: made above, and known to no other thread.
-            let _ = unsafe { rustix::mm::munmap(at, more) };
-            return Err(format!(
-                "the host has no room for {}{place}",
-                mib(more as u64)
-            ));
-        }
-        // `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
-        let registered = within(context, || call!(host_register, at, more, 1));
-        if let Err(why) = registered.unwrap_or_else(|| Err("its context cannot be entered".into()))
-        {
-            // SAFETY: made above, and known to no other thread.
-            let _ = unsafe { rustix::mm::munmap(at, more) };
-            return Err(why);
-        }
-        self.pieces.push((at as usize, more));
-        self.total += more;
-        Ok(())
-    }
-
-    /// Overwrites these bytes of it with zeros.
-    fn zero(&self, from: usize, to: usize) {
-        let mut begin = 0;
-        let mut parts = Vec::new();
-        for (at, length) in &self.pieces {
-            let (low, high) = (from.max(begin), to.min(begin + length));
-            if low < high {
-                parts.push((at + low - begin, high - low));
-            }
-            begin += length;
-        }
-        for (at, length) in parts {
-            spread(length, |offset, length| {
-                // SAFETY: a part of a piece, which no copy reads or writes now.
-                unsafe { ptr::write_bytes((at + offset) as *mut u8, 0, length) };
-                true
-            });
-        }
-    }
-}
-
-/// So many bytes as people write them.
-fn mib(bytes: u64) -> String {
-    format!("{} MiB", bytes.div_ceil(1 << 20))
-}
-
-/// How much is made at once: in large steps where there is room for that, else what is needed; none where there is none for that
-/// either.
-fn fitting(step: usize, need: usize, available: u64) -> Option<usize> {
-    let most = available - available / SPARE;
-    [step, need].into_iter().find(|it| *it as u64 <= most)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{ground::driver::AllocationProp, memory::block::tests::block};
-
-    #[test]
-    fn host_memory_grows_by_what_is_needed_where_a_step_has_no_room() {
-        let (step, need) = (128 << 20, 66 << 20);
-        let made = |available: u64| fitting(step, need, available << 20);
-        assert_eq!(
-            [143, 142, 74, 73].map(made),
-            [Some(step), Some(need), Some(need), None]
-        );
-    }
 
     /// What is brought of contexts 1, 2 and 1 again, where one's copies fail, and what failed.
     fn brought(failing: u64, is_broken: bool) -> (Vec<u64>, Failures) {
@@ -986,55 +667,5 @@ mod tests {
         assert!(choice::gone(&space).is_empty());
         let left = choice::goods(&space, u64::MAX);
         assert_eq!(left.iter().map(|it| it.context).collect::<Vec<_>>(), [2]);
-    }
-
-    #[test]
-    fn ended_context_leaves_no_tools_to_another_of_its_handle() {
-        const CONTEXT: u64 = 0xe4d;
-        let tools = Tools {
-            memory: 1,
-            stream: 2,
-            tried: true,
-        };
-        lock(&TOOLS).insert(CONTEXT, tools);
-        READY.store(CONTEXT, Ordering::Release);
-        end_context(CONTEXT);
-        assert!(stream(CONTEXT).is_err());
-        assert_ne!(READY.load(Ordering::Acquire), CONTEXT);
-    }
-
-    #[test]
-    fn parts_cover_the_pool_once() {
-        let pool = Pool {
-            pieces: vec![(1000, 10), (2000, 5), (3000, 20)],
-            total: 35,
-            ..Pool::default()
-        };
-        let mut cursor = Cursor::default();
-        assert_eq!(cursor.take(&pool, 4), Some(vec![(1000, 4)]));
-        let across = vec![(1004, 6), (2000, 5), (3000, 1)];
-        assert_eq!(cursor.take(&pool, 12), Some(across));
-        assert_eq!(cursor.take(&pool, 19), Some(vec![(3001, 19)]));
-        assert_eq!(cursor.take(&pool, 0), Some(vec![]));
-        assert_eq!(cursor.take(&pool, 1), None);
-    }
-
-    #[test]
-    fn what_is_scrubbed_is_zero_and_nothing_else() {
-        let mut memory = [vec![7u8; 10], vec![7u8; 5], vec![7u8; 20]];
-        let pieces = memory.each_mut();
-        let pool = Pool {
-            pieces: pieces.map(|it| (it.as_mut_ptr() as usize, it.len())).into(),
-            total: 35,
-            ..Pool::default()
-        };
-        pool.zero(8, 17);
-        let zeros = memory
-            .concat()
-            .iter()
-            .enumerate()
-            .filter_map(|(n, it)| (*it == 0).then_some(n))
-            .collect::<Vec<_>>();
-        assert_eq!(zeros, (8..17).collect::<Vec<_>>());
     }
 }

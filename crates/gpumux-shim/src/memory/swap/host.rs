@@ -122,6 +122,11 @@ fn number(text: &str, word: &str) -> Option<u64> {
     lines.find_map(|mut words| (words.next() == Some(word)).then(|| words.next()?.parse().ok())?)
 }
 
+/// So many bytes as people write them.
+pub(super) fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes.div_ceil(1 << 20))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
