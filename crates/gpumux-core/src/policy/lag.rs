@@ -375,19 +375,17 @@ impl Memory {
         self.together = self.together.filter(|_| self.look.is_some());
     }
 
-    /// The domain that is looked at, and when that may be over. It takes what it can get if it works for so `long` without a pause, as `busy` tells,
-    /// or most of the time. Another had not run ahead: timeslices tell roughly what a domain received.
-    pub(super) fn looked_at(
-        &mut self,
-        now: Micros,
-        busy: impl Fn(DomainId) -> Option<Micros>,
-        long: Micros,
-    ) -> Option<(DomainId, Micros)> {
+    /// The domain that is looked at, and when that may be over. It takes what it can get if it works for so `long` without a pause, or most of the
+    /// time. Another had not run ahead: timeslices tell roughly what a domain received.
+    pub(super) fn looked_at(&mut self, now: Micros, long: Micros) -> Option<(DomainId, Micros)> {
         let (id, end) = (self.look?, self.looked + LOOK);
-        let works = busy(id).map_or(end, |since| since.max(self.looked) + long);
         let Some(track) = self.domains.iter_mut().find(|it| it.id == id) else {
             self.look = None;
             return None;
+        };
+        let works = match track.busy {
+            (true, since) => since.max(self.looked) + long,
+            (false, _) => end,
         };
         if works <= now && works < end || track.busy_part >= GREEDY.1 {
             track.busy_part = track.busy_part.max(GREEDY.1);

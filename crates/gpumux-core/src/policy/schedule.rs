@@ -399,11 +399,7 @@ impl<'a> Stage<'a> {
         let (several, slack) = (self.several(), Tuning::slack(self.costs));
         let wants = |it: &Actor| it.wants && !it.held();
         let wanting = self.cast.iter().filter(|it| wants(it)).count();
-        let busy = |id| {
-            let actor = self.cast.iter().find(|it| it.domain.id == id)?;
-            actor.runnable().then_some(actor.domain.demand_since)
-        };
-        let look = memory.looked_at(self.now, busy, self.tuning.hog);
+        let look = memory.looked_at(self.now, self.tuning.hog);
         look.into_iter().for_each(|(_, end)| self.ask_at(end));
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
