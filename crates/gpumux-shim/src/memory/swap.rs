@@ -92,21 +92,12 @@ fn is_quiet() -> bool {
 }
 
 impl Mover {
-    pub(crate) const fn new(called_off: &'static AtomicBool) -> Self {
+    pub(crate) fn new(called_off: &'static AtomicBool) -> Self {
         Self {
             called_off,
             away: Away::No,
-            pool: Pool {
-                pieces: Vec::new(),
-                total: 0,
-                most: usize::MAX,
-                location: None,
-            },
-            filled: Cursor {
-                piece: 0,
-                offset: 0,
-                bytes: 0,
-            },
+            pool: Pool::default(),
+            filled: Cursor::default(),
             dirty: 0,
             scrubs: false,
             relaxed: false,
@@ -255,7 +246,7 @@ impl Mover {
             return Ok(());
         };
         let bytes = self.filled.bytes + bytes as usize;
-        self.pool.most = usize::try_from(host).unwrap_or(usize::MAX);
+        let most = usize::try_from(host).unwrap_or(usize::MAX);
         while self.pool.total < bytes {
             // In steps, for pinning takes long and the program may want to end.
             if gate::is_leaving() {
@@ -263,7 +254,7 @@ impl Mover {
             }
             self.check_wanted()?;
             let step = bytes.min(self.pool.total + GROWTH);
-            self.pool.grow(step, first.context)?;
+            self.pool.grow(step, most, first.context)?;
         }
         if self.away == Away::Out {
             // All streams are there: new ones could not be tried out now.

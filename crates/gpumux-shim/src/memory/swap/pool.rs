@@ -17,10 +17,8 @@ const SPARE: u64 = 10;
 #[derive(Default)]
 pub(super) struct Pool {
     /// Addresses and lengths.
-    pub(super) pieces: Vec<(usize, usize)>,
+    pieces: Vec<(usize, usize)>,
     pub(super) total: usize,
-    /// So many bytes are allowed.
-    pub(super) most: usize,
     /// Folder where it is made.
     pub(super) location: Option<PathBuf>,
 }
@@ -28,8 +26,8 @@ pub(super) struct Pool {
 /// How far the pool is filled.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Cursor {
-    pub(super) piece: usize,
-    pub(super) offset: usize,
+    piece: usize,
+    offset: usize,
     /// In all.
     pub(super) bytes: usize,
 }
@@ -66,18 +64,18 @@ impl Pool {
         self.total = 0;
     }
 
-    /// Makes it hold so many bytes. Registered in a context, for all of them.
-    pub(super) fn grow(&mut self, bytes: usize, context: u64) -> Result<(), String> {
+    /// Makes it hold so many bytes, of so many that are allowed. Registered in a context, for all of them.
+    pub(super) fn grow(&mut self, bytes: usize, most: usize, context: u64) -> Result<(), String> {
         if bytes <= self.total {
             return Ok(());
         }
         let need = (bytes - self.total).next_multiple_of(HUGE);
-        let room = self.most.saturating_sub(self.total) / HUGE * HUGE;
+        let room = most.saturating_sub(self.total) / HUGE * HUGE;
         if need > room {
             return Err(format!(
                 "{} are to be moved, and it may keep {} on the host",
                 mib(bytes as u64),
-                mib(self.most as u64)
+                mib(most as u64)
             ));
         }
         let more = need
