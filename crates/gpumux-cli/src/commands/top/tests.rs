@@ -384,7 +384,7 @@ fn tenants_of_one_name_are_told_apart_by_user() {
 
 #[test]
 fn members_of_a_group_count_once() {
-    // Of two tenants, beside one outside the group.
+    // Of two tenants, one with two processes, beside one outside the group.
     let mut view = View::default();
     for look in 1..=2 {
         let member = |id| Domain {
@@ -394,7 +394,7 @@ fn members_of_a_group_count_once() {
         let answer = Answer {
             status: status(3, 1),
             tenants: vec![
-                tenant("a", Class::Batch, vec![member(1)]),
+                tenant("a", Class::Batch, vec![member(1), member(4)]),
                 tenant("b", Class::Batch, vec![member(2)]),
                 tenant("c", Class::Batch, vec![domain(3, 1.0, look * 250_000, 0)]),
             ],
@@ -403,8 +403,10 @@ fn members_of_a_group_count_once() {
         };
         view.update(answer, Duration::from_millis(500 * look));
     }
-    let received = view.received[UUID];
-    assert!((received - 0.9).abs() < 1e-9, "{received}");
+    let received = view.received(UUID);
+    let total: f64 = received.iter().map(|it| it.1).sum();
+    assert!((total - 0.9).abs() < 1e-9, "{received:?}");
+    assert!((view.rows["a"][0].received - 0.4).abs() < 1e-9);
     press(&mut view, KeyCode::Tab);
     let shown = picture(&view, 80, 24);
     assert!(shown.contains("c 50%, a, b together 40%"), "{shown}");

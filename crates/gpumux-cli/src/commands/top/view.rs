@@ -101,8 +101,6 @@ pub(super) struct View {
     /// Name of the chosen tenant; without one the first is.
     pub(super) name: Option<String>,
     pub(super) rows: BTreeMap<String, Vec<Row>>,
-    /// Part of each device's time that all tenants received together: an MPS group counts once.
-    pub(super) received: BTreeMap<String, f64>,
     /// Shares per tenant and device, one a second, the latest last.
     pub(super) past: BTreeMap<(String, String), Ring<f64, PAST>>,
     /// Why the daemon did not answer the last time.
@@ -135,26 +133,20 @@ impl View {
         name_by_user((answer.tenants.iter_mut()).map(|it| (&mut it.name, &*it.user)));
         let mut before = BTreeMap::new();
         self.rows.clear();
-        let mut groups: BTreeMap<(String, u64), f64> = BTreeMap::new();
-        self.received.clear();
         for tenant in &answer.tenants {
             let mut rows: BTreeMap<&str, Row> = BTreeMap::new();
             for domain in &tenant.domains {
                 let (received, waiting) = self.lately(domain, at);
                 before.insert(domain.id, (at, domain.received_us, domain.waited_us));
-                // Tenants of one MPS group run together: of the device, the group counts once.
-                match domain.group {
-                    Some(group) => {
-                        let most = groups.entry((domain.device.clone(), group)).or_default();
-                        *most = most.max(received);
-                    }
-                    None => *self.received.entry(domain.device.clone()).or_default() += received,
-                }
                 let row = rows.entry(&domain.device).or_default();
+                // Processes in one MPS group run together: each has what all received.
+                row.received = match row.group {
+                    Some(group) if domain.group == Some(group) => row.received.max(received),
+                    _ => row.received + received,
+                };
                 row.device = domain.device.clone();
                 row.group = domain.group;
                 row.share = row.share.max(domain.entitled_share);
-                row.received += received;
                 row.waiting = row.waiting.max(waiting);
             }
             let mut rows: Vec<Row> = rows.into_values().collect();
@@ -162,9 +154,6 @@ impl View {
                 rows.push(Row::default());
             }
             self.rows.insert(tenant.name.clone(), rows);
-        }
-        for ((device, _), received) in groups {
-            *self.received.entry(device).or_default() += received;
         }
         self.before = before;
         let rows = &self.rows;
@@ -211,6 +200,28 @@ impl View {
             part(domain.received_us, *received),
             part(domain.waited_us, *waited),
         )
+    }
+
+    /// Parts of a GPU's time, the largest first, each with the tenants that received it: those of an MPS group together.
+    pub(super) fn received(&self, device: &str) -> Vec<(Vec<&str>, f64)> {
+        let mut all: Vec<(Vec<&str>, f64)> = Vec::new();
+        let mut groups: BTreeMap<u64, usize> = BTreeMap::new();
+        for (name, rows) in &self.rows {
+            for row in rows.iter().filter(|row| row.device == device) {
+                let at = match row.group {
+                    Some(group) => *groups.entry(group).or_insert(all.len()),
+                    None => all.len(),
+                };
+                if at == all.len() {
+                    all.push(Default::default());
+                }
+                let (names, part) = &mut all[at];
+                names.push(name);
+                *part = part.max(row.received);
+            }
+        }
+        all.sort_by(|a, b| b.1.total_cmp(&a.1));
+        all
     }
 
     /// The daemon did not answer at this time.

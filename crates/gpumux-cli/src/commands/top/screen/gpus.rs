@@ -1,7 +1,5 @@
 //! GPUs: a line about each above the tenants, and a page with all about them.
 
-use std::collections::BTreeMap;
-
 use gpumux_daemon::api::types::{Device, DeviceMemory};
 use ratatui::{
     style::{Color, Style, Stylize},
@@ -47,28 +45,6 @@ fn memory(device: &Device) -> Option<String> {
     Some(format!("{} of {}", bytes(used), bytes(device.memory_bytes)))
 }
 
-/// Parts of a GPU's time, the largest first, each with the tenants that received it: those of an MPS group together.
-fn received<'a>(view: &'a View, device: &Device) -> Vec<(Vec<&'a str>, f64)> {
-    let mut all: Vec<(Vec<&str>, f64)> = Vec::new();
-    let mut groups: BTreeMap<u64, usize> = BTreeMap::new();
-    for (name, rows) in &view.rows {
-        for row in rows.iter().filter(|row| row.device == device.uuid) {
-            let at = match row.group {
-                Some(group) => *groups.entry(group).or_insert(all.len()),
-                None => all.len(),
-            };
-            if at == all.len() {
-                all.push(Default::default());
-            }
-            let (names, part) = &mut all[at];
-            names.push(name);
-            *part = part.max(row.received);
-        }
-    }
-    all.sort_by(|a, b| b.1.total_cmp(&a.1));
-    all
-}
-
 /// What processes use that gpumux does not control, if there are some.
 fn foreign(device: &Device) -> Option<String> {
     let all = &device.foreign;
@@ -82,8 +58,8 @@ pub(super) fn line(width: u16, view: &View, answer: &Answer, device: &Device) ->
     let used = match device.readings.utilization {
         Some(used) => format!("{} used", percent(used)),
         None => {
-            let received = view.received.get(&device.uuid).copied();
-            format!("{} received", percent(received.unwrap_or(0.0).min(1.0)))
+            let received: f64 = view.received(&device.uuid).iter().map(|it| it.1).sum();
+            format!("{} received", percent(received.min(1.0)))
         }
     };
     let mut text = format!(" {}", title(answer, &device.uuid));
@@ -194,7 +170,7 @@ pub(super) fn all(width: u16, view: &View, answer: &Answer) -> Vec<Line<'static>
         lines.push(measured("memory in use", of_memory, memory(device)));
         let known = answer.memory.iter().find(|it| it.device == device.uuid);
         lines.extend(known.map(|it| map(width, it)));
-        let shares = received(view, device);
+        let shares = view.received(&device.uuid);
         // Where there are many tenants, most receive nothing at a moment.
         let shares: Vec<String> = shares
             .iter()
