@@ -4,7 +4,7 @@ The engine is vLLM with random weights of Llama-3-8B's shape, or with `--library
 (`--config`: a folder with another config.json). Requests come as in a recorded trace (`--trace`: a CSV with TIMESTAMP,ContextTokens,GeneratedTokens, such as the
 Azure LLM inference traces of 2023, CC-BY 4.0, which this repository does not hold).
 
-Cases are a load and what is beside it: `1x`, `2x`, `4x` (the trace so many times as fast); `1x+train` (ResNet-152 training), `1x+engine` (a second engine with the same
+Cases are a load and what is beside it: `0.5x`, `1x`, `2x`, `4x` (the trace so many times as fast); `1x+train` (ResNet-152 training), `1x+engine` (a second engine with the same
 load), `1x+batch` (ResNet-50 requests back to back).
 
 Values: `latency_*` is the time to the first token (TTFT); `tpot_*` the time of each further token of a request; `tokens_per_s`, `requests_per_s`; `goodput_per_s`, the
@@ -46,7 +46,7 @@ ENGINE = (sys.executable, str(common.BENCH / "serve_worker.py"))
 # What a user of an interactive service accepts, fixed before anything is measured.
 TTFT_MS, TPOT_MS = 1000.0, 50.0
 BESIDE = {"train": (["train", "--batch", "32"], STEPS), "batch": (["serve"], {"op": "repeat", "kind": "eager"})}
-CASES = [f"{load}x{beside}" for beside in ("", "+train", "+engine", "+batch") for load in (1, 2, 4)]
+CASES = [f"{load}x{beside}" for beside in ("", "+train", "+engine", "+batch") for load in (0.5, 1, 2, 4)]
 MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective"]
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -241,15 +241,19 @@ def main() -> int:
             beside = case.partition("+")[2]
             return {"engine": engine} | ({"second": engine} if beside == "engine" else {}), {beside: (BESIDE[beside][0], "batch")} if beside in BESIDE else {}
 
-        def have(case: str, mode: str) -> str:
-            for crew, wanted in zip((engines[stages[mode]], besides[stages[mode]]), programs(case), strict=True):
+        def have(case: str, mode: str) -> None:
+            crews = engines[stages[mode]], besides[stages[mode]]
+            for crew, wanted in zip(crews, programs(case), strict=True):
                 crew.have(wanted)
             if mode in peers.SETTINGS:
-                peers.settle(engines[stages[mode]], *peers.SETTINGS[mode])
-            return case.partition("+")[2]
+                peers.settle(crews[0], *peers.SETTINGS[mode])
+            now = {worker for crew in crews for worker in crew.workers.values()}
+            if not now <= warmed:
+                play(case, mode, parts[case][0], min(WARM_S, seconds))
+                warmed.update(now)
 
         def play(case: str, mode: str, begin: float, seconds: float) -> dict[str, Any]:
-            beside, stage = have(case, mode), stages[mode]
+            beside, stage = case.partition("+")[2], stages[mode]
             came = part(requests, speed_of(case), begin, seconds)
             replay = {"op": "replay", "requests": came}
             orders = {"engine": replay} | ({"second": replay} if beside == "engine" and mode != "alone" else {})
@@ -269,24 +273,21 @@ def main() -> int:
 
         def prepare(case: str) -> None:
             chosen = {stages[mode] for mode in modes}
-            started = {f"{stage}/beside": besides[stage] for stage in chosen}
+            crews = {f"{stage}/beside": besides[stage] for stage in chosen}
             if options.library != "vllm":  # which measures what memory is free while it starts: one after the other
-                started |= {f"{stage}/engine": engines[stage] for stage in chosen}
-            failed = peers.warm(started, lambda name: programs(case)[name.endswith("/beside")])
+                crews |= {f"{stage}/engine": engines[stage] for stage in chosen}
+            failed = peers.warm(crews, lambda name: programs(case)[name.endswith("/beside")])
 
-            def warm(case: str, mode: str) -> None:
+            def started(case: str, mode: str) -> None:
                 for name, error in failed.items():
                     if name.partition("/")[0] == stages[mode]:
                         raise error
                 have(case, mode)
-                now = {*engines[stages[mode]].workers.values(), *besides[stages[mode]].workers.values()}
-                if not now <= warmed:
-                    play(case, mode, parts[case][0], min(WARM_S, seconds))
-                    warmed.update(now)
 
-            rounds.prepare(case, modes, warm, notes)
+            rounds.prepare(case, modes, started, notes)
 
         def measure(case: str, mode: str, number: int) -> dict[str, Any]:
+            have(case, mode)
             return play(case, mode, parts[case][number % len(parts[case])], seconds)
 
         plan = rounds.Plan(options.cases, modes, measure, prepare, dict.fromkeys(options.cases, least), options.cases)

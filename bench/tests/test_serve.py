@@ -46,6 +46,7 @@ class Traces(unittest.TestCase):
         self.assertEqual(serve.begins(burst, 1.0, 2.0), [0.0, 6.0, 12.0])
         self.assertEqual(serve.begins(burst, 2.0, 3.0), [0.0, 3.0, 6.0], "in seconds as played")
         self.assertEqual(serve.begins(burst, 1.0, 60.0), [0.0], "a trace that is shorter than a round begins anew")
+        self.assertEqual([serve.speed_of(case) for case in serve.CASES[:5]], [0.5, 1.0, 2.0, 4.0, 0.5])
         with self.assertRaisesRegex(common.BenchError, "no 5 s of the trace have 20 requests"):
             serve.begins(self.requests, 1.0, 5.0)
 
