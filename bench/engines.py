@@ -156,7 +156,7 @@ def engine(
         arguments["worker_cls"] = "gpumux.vllm.Worker"
     memory = arguments.pop("memory", options.memory)
     given = [str(options.model), "--memory", str(memory), "--context", str(context), "--engine", json.dumps(arguments), *flags]
-    return Worker(name, given + (["--stand-in"] if options.stand_in else []), mode, klass, program(mode.name))
+    return Worker(name, given + (["--library", "stand-in"] if options.stand_in else []), mode, klass, program(mode.name))
 
 
 def ready(worker: Worker, options: argparse.Namespace) -> None:

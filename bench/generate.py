@@ -1,4 +1,4 @@
-"""Hugging Face transformers under measurement, with random weights of Llama-3.2-1B's shape: for `torch_worker.py generate`.
+"""Hugging Face transformers under measurement, with random weights of Llama-3.2-1B's shape: for `torch_worker.py generate`, and for `serve_worker.py`.
 
 `eager` is `generate`, one sequence; `batching` the library's own continuous batching, with clients that each send their next request when the last
 is answered; `graph` the decoder of shapes.py as one CUDA graph a token, back to back. No CUDA graphs and no compiler in the first two.
@@ -17,6 +17,34 @@ import torch
 
 PROMPT, TOKENS, CLIENTS = 64, 64, 8
 WARM_S = 2.0  # tokens before the first order
+
+
+def llama(**shape: Any) -> Any:
+    """A model on the GPU; `shape` has what differs from Llama-3.2-1B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    usual = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256)
+    # No token ends a sequence before its length.
+    config = LlamaConfig(**usual | dict(max_position_embeddings=4096) | shape | dict(attn_implementation="sdpa", bos_token_id=None, eos_token_id=None))
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def batcher(model: Any, **sizes: Any) -> Any:
+    """The library's continuous batching of a model, at work in a thread of its own."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
+
+    usual = dict(block_size=256, max_batch_tokens=1024, use_cuda_graph=False, max_blocks_per_request=0)
+    # Asked for by name: otherwise the library looks for kernels on the network.
+    model.set_attn_implementation("paged|sdpa")
+    generation = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, eos_token_id=-1)
+    config = ContinuousBatchingConfig(**usual | sizes)
+    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
+    manager.start()
+    return manager
 
 
 class Over(Exception):
@@ -44,16 +72,7 @@ class Generate:
     """The model, and its ways of making tokens."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-            vocab_size=128_256, max_position_embeddings=4096, attn_implementation="sdpa", bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("cuda"):
-            self.model = LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
+        self.model = llama()
         self.device = torch.device("cuda")
         self.manager: Any = None
         # Another model, which takes memory of its own.
@@ -79,16 +98,7 @@ class Generate:
 
     def start_batching(self) -> None:
         """Makes the manager; its cache is small, as many programs share the device."""
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
-
-        config = ContinuousBatchingConfig(
-            num_blocks=64, block_size=256, max_batch_tokens=1024, max_requests_per_batch=2 * CLIENTS, use_cuda_graph=False, max_blocks_per_request=0
-        )
-        # Asked for by name: otherwise the library looks for kernels on the network.
-        self.model.set_attn_implementation("paged|sdpa")
-        generation = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, eos_token_id=-1)
-        self.manager = self.model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
-        self.manager.start()
+        self.manager = batcher(self.model, num_blocks=64, max_requests_per_batch=2 * CLIENTS)
 
     def batching(self, start: float, stop: float, rng: random.Random) -> list[list[float]]:
         """Clients of the engine: when each token of each request came."""

@@ -6,7 +6,7 @@ A document says what it shows; this program fills it in, and running it again ch
 - `<!-- not in rounds -->` ... `<!-- end -->` lists, by section, this page's tables that have no intervals, or are of several calls or the best of several.
 - `<!-- runs VALUE; MODE÷BASE; NAME NAME ... -->` ... `<!-- end -->` is a table of one ratio: a row per case, a column per call.
 - `<!-- figure IMAGE; bars VALUE,VALUE; modes a,b; NAME A,B; NAME C -->` is the picture docs/img/IMAGE.svg of these cases, a panel per value. `lines VALUE,VALUE by X` has a line per
-  mode instead, at the number in the case's name (`A@prep50`), or at the seconds of a row's series. Of one value `latency_mean_added_us` is the difference from alone.
+  mode instead, at the number in the case's name (`A@prep50`), or at the seconds of a row's series, with gaps where seconds are missing. Of one value `latency_mean_added_us` is the difference from alone.
 - `1.06<!--=NAME;CASE;MODE;VALUE-->` is one number. MODE may be `gpumux÷alone`, a ratio, or `gpumux−none`, a difference; CASE may be `A,B,C` or `*`
   and NAME several names with commas, with `min ` or `max ` before the whole. A `%` after the number makes it a percentage.
 - NAME is the file's name without `.json`; `BENCH-COMMIT` is enough where it is unique on the H100.
@@ -333,11 +333,12 @@ def picture(data: dict[str, Any]) -> str | None:
 
 
 class Point(NamedTuple):
-    """A point of a line, and its interval."""
+    """A point of a line, and its interval; or a second of a series, of which others may be missing."""
 
     x: float
     y: float
     interval: Sequence[float] = ()
+    second: bool = False
 
 
 SIDE = 300
@@ -366,8 +367,10 @@ def lines(left: int, head: str, found: dict[str, list[Point]], x_title: str) -> 
     yield f'<text x="{left + SIDE / 2}" y="{top + SIDE + 36}" text-anchor="middle">{escape(x_title)}</text>'
     for place, (name, of) in enumerate(found.items()):
         colour = COLOURS.get(name, OTHER_COLOURS[place % len(OTHER_COLOURS)])
-        yield f'<path d="M{" L".join("{:.1f} {:.1f}".format(*at(it.x, it.y)) for it in of)}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        for point in of:
+        joined = [it is not of[0] and not (it.second and it.x > before.x + 1) for before, it in zip([of[0], *of], of)]
+        path = " ".join("{}{:.1f} {:.1f}".format("ML"[on], *at(it.x, it.y)) for on, it in zip(joined, of))
+        yield f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        for point in (it for it in of if not it.second):
             x, y = at(point.x, point.y)
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
             if point.interval:
@@ -424,7 +427,7 @@ def figure(store: Store, match: re.Match[str]) -> str:
         found = dict[str, list[Point]]()
         for row in rows:
             if over := row.get("series", {}).get(name):
-                found.setdefault(row["mode"], []).extend(Point(float(at), value) for at, value in over.items())
+                found.setdefault(row["mode"], []).extend(sorted(Point(float(at), value, second=True) for at, value in over.items()))
             elif name in row["values"]:
                 found.setdefault(row["mode"], []).append(Point(float(re.findall(r"\d+", row["case"])[-1]), row["values"][name], row.get("interval", {}).get(name, ())))
         panels.append((title(name), found))

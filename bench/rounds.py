@@ -5,8 +5,8 @@ begins with another mode. A *cell* is a mode of a case. Rounds are kept as they 
 
 Rules, fixed here before anything is measured:
 - *Rejected* is a round on a disturbed host: the pieces of a spinning thread before one of its cells had a slowest percent, relative to their
-  median, of more than NOISE times what is usual in the case's rounds (two threads of a core alone make 2, in every round), or its `alone` has a
-  median that is further than DRIFT from that of the case's rounds, unless each plays another part of a trace. A round with a failed cell is incomplete and does not count either. No other
+  median, of more than NOISE times what is usual in the case's rounds (the lower median; two threads of a core alone make 2, in every round), or its `alone` has a
+  median that is further than DRIFT from that of the case's rounds, unless each plays another part of a trace. A round with a failed cell is incomplete: it does not count, and tells nothing of what is usual. No other
   value decides. Fewer than LEAST rounds are shown as they are, with the host's noise and without intervals.
 - *A cell ends* after LEAST rounds that count, as soon as the 95% interval of its primary value (`width`) is no wider than WIDTH of that value; or after MOST. Each
   row tells which it was: `ended` is `interval`, `rounds` (the most were made), or `budget` (the call's time was over). Where rounds play parts of a trace,
@@ -135,9 +135,11 @@ def mean_of(values: Sequence[float | None], times: Sequence[int]) -> float:
 
 def rejected(rounds: Sequence[Round]) -> dict[int, str]:
     """Which of a case's rounds do not count, and why."""
-    medians = [statistics.median(it["cells"]["alone"]["latencies_ms"]) for it in rounds if it["cells"].get("alone", {}).get("latencies_ms")]
-    middle = statistics.median(medians) if medians else 0.0
-    usual = statistics.median(it["noise"] for it in rounds) if rounds else 0.0
+    # Of an even number of rounds, on a host that is now fast and now slow, the mean of the middle two is like neither.
+    whole = [it for it in rounds if not it["failed"]]
+    medians = [statistics.median(it["cells"]["alone"]["latencies_ms"]) for it in whole if it["cells"].get("alone", {}).get("latencies_ms")]
+    middle = statistics.median_low(medians) if medians else 0.0
+    usual = statistics.median_low(it["noise"] for it in whole) if whole else 0.0
     found = {}
     for one in rounds:
         alone = one["cells"].get("alone", {}).get("latencies_ms")

@@ -1,15 +1,22 @@
 """A language-model server under a production trace, alone and beside other work, in rounds (rounds.py), by mode of sharing (peers.py).
 
-The engine is vLLM with random weights of Llama-3-8B's shape (`--config`: a folder with another config.json); requests come as in a recorded trace
-(`--trace`: a CSV with TIMESTAMP,ContextTokens,GeneratedTokens, such as the Azure LLM inference traces of 2023, CC-BY 4.0, which this
-repository does not hold). A round plays the next part of the trace; `@N` plays it N times as fast.
+The engine is vLLM with random weights of Llama-3-8B's shape, or with `--library transformers` Hugging Face's continuous batching and Llama-3.2-1B's
+(`--config`: a folder with another config.json). Requests come as in a recorded trace (`--trace`: a CSV with TIMESTAMP,ContextTokens,GeneratedTokens, such as the
+Azure LLM inference traces of 2023, CC-BY 4.0, which this repository does not hold).
 
-Cases are a load and what is beside it: `1x`, `2x`, `4x`; `1x+train` (ResNet-152 training), `1x+engine` (a second engine with the same load), `1x+batch` (ResNet-50
-requests back to back).
+Cases are a load and what is beside it: `0.5x`, `1x`, `2x`, `4x` (the trace so many times as fast); `1x+train` (ResNet-152 training), `1x+engine` (a second engine with the same
+load), `1x+batch` (ResNet-50 requests back to back).
 
-Values: `latency_*` is the time to the first token (TTFT); `tpot_*` the time of each further token of a request; `tokens_per_s`, `requests_per_s`;
-`goodput_per_s` and `attainment` of the requests that met TTFT_MS and TPOT_MS, among all that came (an unfinished one did not); `batch_rate` of what is
-beside; `gpu_busy` and `memory_gib` as nvidia-smi sees them. `series` of a row has `gpu_busy` by second of the trace as played, for the vision paper's Fig. 1b.
+Values: `latency_*` is the time to the first token (TTFT); `tpot_*` the time of each further token of a request; `tokens_per_s`, `requests_per_s`; `goodput_per_s`, the
+finished ones that met TTFT_MS and TPOT_MS; `attainment`, the part of the judged ones that meets them; `batch_rate` of what is beside, `second_tokens_per_s` of the second engine;
+`gpu_busy` and `memory_gib` as nvidia-smi sees them. `series` of a row has `gpu_busy` by second of the trace as played, for the vision paper's Fig. 1b.
+
+Rules, fixed here before anything is measured:
+- *Parts.* A round plays the next part of the trace that has FEWEST requests. Each mode plays each part.
+- *Judged*, and measured for TTFT, are the requests that come TTFT_MS before the end of a round or earlier, in every mode. One that is unfinished at the end is judged by
+  then: its first token came within TTFT_MS, and no further one is overdue. One without a token counts with the time that it has waited. Requests come until the end,
+  so that the load does not fall.
+- Programs that have started play WARM_S of the trace, which does not count.
 """
 
 from __future__ import annotations
@@ -39,14 +46,18 @@ ENGINE = (sys.executable, str(common.BENCH / "serve_worker.py"))
 # What a user of an interactive service accepts, fixed before anything is measured.
 TTFT_MS, TPOT_MS = 1000.0, 50.0
 BESIDE = {"train": (["train", "--batch", "32"], STEPS), "batch": (["serve"], {"op": "repeat", "kind": "eager"})}
-CASES = [f"{load}x{beside}" for beside in ("", "+train", "+engine", "+batch") for load in (1, 2, 4)]
+CASES = [f"{load}x{beside}" for beside in ("", "+train", "+engine", "+batch") for load in (0.5, 1, 2, 4)]
 MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective"]
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+# Llama-3.2-1B's, where nothing else is said: see generate.py.
+SHAPES = {"vllm": LLAMA_3_8B, "transformers": {"max_position_embeddings": 8192}, "stand-in": {}}
 CONTEXT = 8192
+FEWEST = 20
+WARM_S = 4.0
 
 
 class Request(NamedTuple):
@@ -84,6 +95,15 @@ def part(requests: Sequence[Request], speed: float, begin: float, seconds: float
     return found
 
 
+def begins(requests: Sequence[Request], speed: float, seconds: float) -> list[float]:
+    """Where the parts of so many seconds begin that have enough requests, in seconds as played."""
+    parts = range(max(1, int((requests[-1].at + 1.0) / speed // seconds)))
+    found = [at * seconds for at in parts if len(part(requests, speed, at * seconds, seconds)) >= FEWEST]
+    if not found:
+        raise BenchError(f"no {seconds:g} s of the trace have {FEWEST} requests: use longer --seconds")
+    return found
+
+
 LEAD_S = 0.5
 
 
@@ -105,6 +125,13 @@ class Served(NamedTuple):
         return self.ttft_ms is not None and self.tokens >= self.asked[2] and self.ttft_ms <= ttft_ms and (self.tpot_ms or 0.0) <= tpot_ms
 
 
+    def keeps(self, stop_s: float, ttft_ms: float, tpot_ms: float) -> bool:
+        """Whether it is good, or was until the end."""
+        if self.ttft_ms is None or self.ttft_ms > ttft_ms or self.tokens >= self.asked[2]:
+            return self.good(ttft_ms, tpot_ms)
+        return (stop_s - self.asked[0]) * 1e3 - self.ttft_ms <= self.tokens * tpot_ms
+
+
 def served(came: Sequence[Sequence[Any]], answer: dict[str, Any]) -> list[Served]:
     """Of requests (when, tokens given, tokens to make) what an engine answers of them."""
     found = []
@@ -117,11 +144,14 @@ def served(came: Sequence[Sequence[Any]], answer: dict[str, Any]) -> list[Served
 def cell(came: Sequence[Request], answer: dict[str, Any], seconds: float, **others: float) -> dict[str, Any]:
     """What one round gave: `first_s` and `last_s` of each request, or none, relative to its start, and how many `tokens` it had made."""
     found = served(came, answer)
-    good = sum(it.good(TTFT_MS, TPOT_MS) for it in found)
-    done, tokens = sum(it.tokens >= it.asked[2] for it in found), sum(it.tokens for it in found)
-    rates = {"tokens_per_s": tokens / seconds, "requests_per_s": done / seconds, "goodput_per_s": good / seconds}
-    ttft, tpot = ([it for it in column if it is not None] for column in ([it.ttft_ms for it in found], [it.tpot_ms for it in found]))
-    return rounds.cell(ttft, **rates, attainment=good / max(1, len(came)), **others) | {"more_ms": {"tpot": rounds.cell(tpot)["latencies_ms"]}}
+    done, good = (sum(map(of, found)) for of in (lambda it: it.tokens >= it.asked[2], lambda it: it.good(TTFT_MS, TPOT_MS)))
+    rates = {"tokens_per_s": sum(it.tokens for it in found) / seconds, "requests_per_s": done / seconds, "goodput_per_s": good / seconds}
+    judged = [it for it in found if it.asked[0] <= seconds - TTFT_MS / 1e3]
+    if judged:
+        rates["attainment"] = sum(it.keeps(seconds, TTFT_MS, TPOT_MS) for it in judged) / len(judged)
+    ttft = [it.waited_ms(seconds) for it in judged]
+    tpot = [it.tpot_ms for it in found if it.tpot_ms is not None]
+    return rounds.cell(ttft, **rates, **others) | {"more_ms": {"tpot": rounds.cell(tpot)["latencies_ms"]}}
 
 
 class Used(NamedTuple):
@@ -131,13 +161,14 @@ class Used(NamedTuple):
     busy: dict[int, float]
 
 
-def used_of(lines: Iterable[str], since: float) -> Used:
-    """Reads nvidia-smi's lines: time, percent busy, MiB."""
+def used_of(lines: Iterable[str], since: float, until: float) -> Used:
+    """Reads nvidia-smi's lines between two times: time, percent busy, MiB."""
     seen = []
     for line in lines:
         with contextlib.suppress(ValueError):  # the last one may be cut
             at, busy, mib = line.split(",")
             seen.append((datetime.datetime.strptime(at.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp() - since, float(busy) / 100, float(mib) / 1024))
+    seen = [it for it in seen if 0 <= it[0] < until - since]
     if not seen:
         return Used({}, {})
     seconds = dict[int, list[float]]()
@@ -148,8 +179,8 @@ def used_of(lines: Iterable[str], since: float) -> Used:
 
 
 @contextlib.contextmanager
-def utilization() -> Iterator[Used]:
-    """Fills in what nvidia-smi sees of the first GPU until the block ends, by seconds from when the programs begin; nothing, where there is none."""
+def utilization(seconds: float) -> Iterator[Used]:
+    """Fills in what nvidia-smi sees of the first GPU for so long from when the programs begin, at the block's end; nothing, where there is none."""
     found, since = Used({}, {}), time.time() + LEAD_S
     command = ["nvidia-smi", "-i", "0", "--query-gpu=timestamp,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
     with tempfile.TemporaryFile("w+") as out:
@@ -163,7 +194,7 @@ def utilization() -> Iterator[Used]:
         finally:
             common.end(watching, 2.0)
         out.seek(0)
-        means, busy = used_of(out, since)
+        means, busy = used_of(out, since, since + seconds)
         found.means.update(means)
         found.busy.update(busy)
 
@@ -177,9 +208,11 @@ def main() -> int:
     )
     rounds.arguments(parser, seconds=20.0)
     parser.add_argument("--trace", type=Path, required=True, help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens")
-    parser.add_argument("--config", type=Path, help="folder with the model's config.json [Llama-3-8B's shape]")
-    parser.add_argument("--memory", type=float, default=0.35, help="part of the GPU's memory for each engine [%(default)s]")
-    parser.add_argument("--engine", default="{}", help='more arguments of vllm.LLM, as JSON: {"enforce_eager": true} [%(default)s]')
+    parser.add_argument("--library", choices=SHAPES, default="vllm", help="the engine; stand-in computes nothing: see standin.py [%(default)s]")
+    parser.add_argument("--config", type=Path, help="folder with the model's config.json [Llama-3-8B's shape; Llama-3.2-1B's with transformers]")
+    parser.add_argument("--memory", type=float, default=0.35, help="part of the GPU's memory for each engine of vLLM [%(default)s]")
+    more = 'more arguments of vllm.LLM, or of ContinuousBatchingConfig with transformers, as JSON: {"enforce_eager": true} [%(default)s]'
+    parser.add_argument("--engine", default="{}", help=more)
     common.selections(parser, CASES, MODES, cases=["1x", "1x+train"], modes=["alone", "time-slicing", "gpumux"])
     options = parser.parse_args()
     logs = common.begin(options)
@@ -190,31 +223,42 @@ def main() -> int:
     config = options.config or logs / "model"
     if not options.config:
         config.mkdir(exist_ok=True)
-        (config / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    engine = ([str(config), "--memory", str(options.memory), "--context", str(CONTEXT), "--engine", options.engine], "latency")
-    results = Results(f"serve-{options.trace.stem}", options.out, CASES, MODES)
+        (config / "config.json").write_text(json.dumps(SHAPES[options.library]))
+    engine = ([str(config), "--library", options.library, "--memory", str(options.memory), "--context", str(CONTEXT), "--engine", options.engine], "latency")
+    seconds, most, least = rounds.quick(options)
+    parts = {case: begins(requests, speed_of(case), seconds) for case in options.cases}
+    name = options.trace.stem if options.library == "vllm" else f"{options.library}-{options.trace.stem}"
+    results = Results(f"serve-{name}", options.out, CASES, MODES)
     with ExitStack() as stack:
         stages = peers.stages(MODES, options.modes)
         engines, notes = peers.crews(stack, stages.values(), logs, ENGINE)
         # What is beside an engine is a program of PyTorch's in the same mode.
         besides = {stage: stack.enter_context(Crew(crew.mode)) for stage, crew in engines.items()}
         modes = [name for name, stage in stages.items() if stage in engines]
+        warmed = set[common.Worker]()
 
-        def have(case: str, mode: str) -> str:
+        def programs(case: str) -> tuple[peers.Programs, peers.Programs]:
             beside = case.partition("+")[2]
-            engines[stages[mode]].have({"engine": engine} | ({"second": engine} if beside == "engine" else {}))
-            besides[stages[mode]].have({beside: (BESIDE[beside][0], "batch")} if beside in BESIDE else {})
-            if mode in peers.SETTINGS:
-                peers.settle(engines[stages[mode]], *peers.SETTINGS[mode])
-            return beside
+            return {"engine": engine} | ({"second": engine} if beside == "engine" else {}), {beside: (BESIDE[beside][0], "batch")} if beside in BESIDE else {}
 
-        def measure(case: str, mode: str, number: int) -> dict[str, Any]:
-            beside, stage, seconds = have(case, mode), stages[mode], options.seconds
-            came = part(requests, float(case.partition("x")[0]), number * seconds, seconds)
+        def have(case: str, mode: str) -> None:
+            crews = engines[stages[mode]], besides[stages[mode]]
+            for crew, wanted in zip(crews, programs(case), strict=True):
+                crew.have(wanted)
+            if mode in peers.SETTINGS:
+                peers.settle(crews[0], *peers.SETTINGS[mode])
+            now = {worker for crew in crews for worker in crew.workers.values()}
+            if not now <= warmed:
+                play(case, mode, parts[case][0], min(WARM_S, seconds))
+                warmed.update(now)
+
+        def play(case: str, mode: str, begin: float, seconds: float) -> dict[str, Any]:
+            beside, stage = case.partition("+")[2], stages[mode]
+            came = part(requests, speed_of(case), begin, seconds)
             replay = {"op": "replay", "requests": came}
             orders = {"engine": replay} | ({"second": replay} if beside == "engine" and mode != "alone" else {})
             batch = {beside: BESIDE[beside][1]} if beside in BESIDE else {}
-            with utilization() as used:
+            with utilization(seconds) as used:
                 if mode == "alone" or not batch:
                     answers = engines[stage].measure(seconds, orders, LEAD_S)
                 else:
@@ -222,11 +266,37 @@ def main() -> int:
             others = dict(used.means)
             if batch:
                 others["batch_rate"] = rate((besides[stage].measure(seconds / 4, batch) if mode == "alone" else answers)[beside])
-            over = {f"{number * seconds + at:g}": float(f"{busy:.3g}") for at, busy in sorted(used.busy.items()) if 0 <= at < seconds}
+            if "second" in answers:
+                others["second_tokens_per_s"] = sum(answers["second"]["tokens"]) / seconds
+            over = {f"{begin + at:g}": float(f"{busy:.3g}") for at, busy in sorted(used.busy.items())}
             return cell(came, answers["engine"], seconds, **others) | ({"series": {"gpu_busy": over}} if over else {})
 
-        plan = rounds.Plan(options.cases, modes, measure, lambda case: rounds.prepare(case, modes, have, notes), varies=options.cases)
-        return rounds.run(plan, results, options.budget, options.rounds, notes)
+        def prepare(case: str) -> None:
+            chosen = {stages[mode] for mode in modes}
+            crews = {f"{stage}/beside": besides[stage] for stage in chosen}
+            if options.library != "vllm":  # which measures what memory is free while it starts: one after the other
+                crews |= {f"{stage}/engine": engines[stage] for stage in chosen}
+            failed = peers.warm(crews, lambda name: programs(case)[name.endswith("/beside")])
+
+            def started(case: str, mode: str) -> None:
+                for name, error in failed.items():
+                    if name.partition("/")[0] == stages[mode]:
+                        raise error
+                have(case, mode)
+
+            rounds.prepare(case, modes, started, notes)
+
+        def measure(case: str, mode: str, number: int) -> dict[str, Any]:
+            have(case, mode)
+            return play(case, mode, parts[case][number % len(parts[case])], seconds)
+
+        plan = rounds.Plan(options.cases, modes, measure, prepare, dict.fromkeys(options.cases, least), options.cases)
+        return rounds.run(plan, results, options.budget, most, notes)
+
+
+def speed_of(case: str) -> float:
+    """How many times as fast a case plays the trace."""
+    return float(case.partition("x")[0])
 
 
 def together(engines: Crew, orders: dict[str, Any], besides: Crew, batch: dict[str, Any], seconds: float) -> dict[str, Any]:

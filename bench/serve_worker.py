@@ -1,4 +1,4 @@
-"""A vLLM engine under measurement by `serve.py`: takes requests of given lengths at given times, as torch_worker.py takes orders.
+"""A language-model engine under measurement by `serve.py`: takes requests of given lengths at given times, as torch_worker.py takes orders.
 
 An engine is anything with `add(name, prompt, output)`, `step()` (which gives the name and number of tokens so far of requests that moved; `last` has
 their tokens), `busy()`, `drop(names)`, `preempted()` and `state()`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -22,13 +23,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 
+LIBRARIES = ["vllm", "transformers", "stand-in"]
+
+
 def prompt_of(name: str, length: int) -> list[int]:
     """Tokens of a request. Those of different names differ from the beginning, so that no cache of prefixes serves them."""
     return random.Random(name).choices(range(10, 30_010), k=length)
 
 
 class Vllm:
-    """The real one, in this process, with random weights."""
+    """vLLM, in this process, with random weights."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -99,6 +103,73 @@ class Vllm:
         self.llm.wake_up()
 
 
+class Transformers:
+    """Continuous batching of Hugging Face transformers (generate.py), in a thread of this process, with random weights."""
+
+    WAIT_S = 0.002  # for tokens, before requests that have come meanwhile are added
+    # Of a config.json, what only a library that loads weights needs.
+    NO_SHAPE = ("architectures", "model_type", "torch_dtype", "dtype")
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import generate
+
+        shape = json.loads((Path(options.model) / "config.json").read_text())
+        model = generate.llama(**{name: of for name, of in shape.items() if name not in self.NO_SHAPE})
+        self.manager = generate.batcher(model, **{"num_blocks": 512, "max_requests_per_batch": 256} | options.engine)
+        self.open, self.last = set[str](), dict[str, Sequence[int]]()
+        gc.collect()
+        gc.freeze()  # a collection would be measured as latency
+
+    def add(self, name: str, prompt: Sequence[int], output: int, _salt: str | None = None) -> None:
+        """A request, which makes exactly so many tokens."""
+        if self.manager.add_request(list(prompt), request_id=name, max_new_tokens=output, streaming=True) != name:
+            raise RuntimeError(f"continuous batching takes no request: {name}")
+        self.open.add(name)
+
+    def step(self) -> list[tuple[str, int]]:
+        """The tokens that have come, or none after a short while."""
+        self.last, wait = {}, self.WAIT_S
+        while found := self.manager.get_result(timeout=wait):
+            wait = 0.0
+            if found.request_id not in self.open:
+                continue  # it was dropped
+            if found.error:
+                raise RuntimeError(f"continuous batching: {found.error}")
+            self.last[found.request_id] = found.generated_tokens
+            if found.is_finished():
+                self.open.remove(found.request_id)
+        if not self.last and not self.manager.is_running():
+            raise RuntimeError("the thread of continuous batching has ended")
+        return [(name, len(made)) for name, made in self.last.items()]
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self.open)
+
+    def preempted(self) -> int:
+        """The library counts none."""
+        return 0
+
+    def state(self) -> dict[str, Any]:
+        """Nothing that is asked of other engines."""
+        return {}
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets requests."""
+        for name in names:
+            self.open.discard(name)
+            self.manager.cancel_request(name)
+
+
+def engine_of(options: argparse.Namespace) -> Any:
+    """The engine of a library."""
+    if options.library == "stand-in":
+        from standin import StandIn
+
+        return StandIn(options)
+    return {"vllm": Vllm, "transformers": Transformers}[options.library](options)
+
+
 def greedy(engine: Any, requests: list[list[int]], salt: str | None) -> dict[str, Any]:
     """All of these requests (tokens given, tokens made) at once: the tokens of each, how many requests each step moved, how often they were preempted, and
     its state."""
@@ -148,11 +219,11 @@ def main() -> None:
     parser.add_argument("model", help="folder with a config.json")
     parser.add_argument("--memory", type=float, default=0.35)
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--library", choices=LIBRARIES, default="vllm", help="stand-in: see standin.py [%(default)s]")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM or of ContinuousBatchingConfig, as JSON")
     parser.add_argument("--cold", action="store_true", help="of an elastic cache, pages in use move before other memory")
     parser.add_argument("--granule", type=int, help="of an elastic cache, in MiB, as near as its blocks allow")
     parser.add_argument("--room", help="socket of what says when it may be awake: see rooms.py")
-    parser.add_argument("--stand-in", action="store_true", help="without vLLM: see standin.py")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -163,10 +234,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        made: Any = Vllm
-        if options.stand_in:
-            from standin import StandIn as made
-        engine = made(options)
+        engine = engine_of(options)
         begin = time.monotonic()
         warm = {"start": begin, "stop": begin + 10.0, "requests": [[0.0, 512, 32], [0.1, 64, 64]], "ends": True}
         wait: Callable[[float], None] = lambda s: time.sleep(max(0.0, s))  # noqa: E731

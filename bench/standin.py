@@ -1,4 +1,4 @@
-"""An engine in vLLM's place (`serve_worker.py --stand-in`) for devices that compute nothing: its KV cache is a `gpumux.kv.Pool`.
+"""An engine in vLLM's place (`serve_worker.py --library stand-in`) for devices that compute nothing: its KV cache is a `gpumux.kv.Pool`.
 
 Each token has `TOKEN` bytes in the cache, and the next one is a checksum of all bytes of its request's tokens: one wrong byte makes other tokens.
 """

@@ -162,7 +162,7 @@ class Cells(unittest.TestCase):
             engines.engine(Mode("gpumux", Path(".")), "engine", options(stand_in=True), "--cold")
         given = [call.args[1] for call in made.call_args_list]
         self.assertEqual([("gpumux.vllm.Worker" in it[6]) for it in given], [True, False])
-        self.assertEqual(given[1][7:], ["--cold", "--stand-in"])
+        self.assertEqual(given[1][7:], ["--cold", "--library", "stand-in"])
 
     def test_spent_budget_ends_a_cell(self) -> None:
         with self.assertRaisesRegex(BenchError, "budget"):

@@ -120,15 +120,26 @@ class Plot(unittest.TestCase):
         self.assertIn('width="28.0"', drawn)
         self.assertIn(">3000<", drawn)
 
-    def test_lines_go_by_the_cases_number_or_by_second(self) -> None:
+    def test_lines_go_by_the_cases_number(self) -> None:
         rows = [row(f"A@prep{at}", "gpumux", batch_rate=10.0 + at) | {"interval": {"batch_rate": [9.0, 12.0 + at]}} for at in (0, 50)]
         (self.results / "colocation-h100.json").write_text(json.dumps(DATA | {"rows": [*DATA["rows"], *rows]}))
         drawn = self.figured("lines batch_rate by preparation (µs); modes gpumux; colocation-h100 A@prep0,A@prep50")
         self.assertEqual((drawn.count("<circle"), drawn.count(">preparation (µs)<")), (2, 1))
         self.assertIn('cx="352.0"', drawn, "the last one is at the right")
-        rows = [row("1x", "alone", gpu_busy=0.5) | {"series": {"gpu_busy": {"0": 0.25, "1": 0.5, "2": 1.0}}}]
-        (self.results / "colocation-h100.json").write_text(json.dumps(DATA | {"rows": [*DATA["rows"], *rows]}))
-        self.assertEqual(self.figured("lines gpu_busy by second; modes alone; colocation-h100 1x").count("<circle"), 3)
+
+    def test_lines_of_a_series_have_gaps_where_seconds_are_missing(self) -> None:
+        def drawn(**over: float) -> str:
+            rows = [row("1x+train", mode, gpu_busy=0.5) | {"series": {"gpu_busy": over}} for mode in ("alone", "gpumux")]
+            (self.results / "colocation-h100.json").write_text(json.dumps(DATA | {"rows": [*DATA["rows"], *rows]}))
+            return self.figured("lines gpu_busy by second of the trace; modes alone,gpumux; colocation-h100 1x+train")
+
+        whole = drawn(**{"0": 0.25, "1": 0.5, "10": 1.0, "2": 1.0})
+        lines = re.findall(r'<path d="(M[^"]*)" fill="none" stroke="(#\w+)"', whole)
+        self.assertEqual([colour for _, colour in lines], [plot.COLOURS["alone"], plot.COLOURS["gpumux"]])
+        self.assertEqual([re.sub(r"[^ML]", "", path) for path, _ in lines], ["MLLM"] * 2)
+        self.assertIn("M352.0 71.3", lines[0][0], "the last second is at the right, busy at 1 of 1.1")
+        self.assertNotIn("<circle", whole)
+        self.assertNotEqual(drawn(**{"0": 0.5, "1": 0.5, "10": 1.0, "2": 1.0}), whole)
 
     def test_figure_that_no_page_shows_is_an_error(self) -> None:
         self.readme.write_text("<!-- figure fig; bars batch_rate; modes gpumux; colocation-h100 graph+train -->\n")

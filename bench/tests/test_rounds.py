@@ -85,6 +85,13 @@ class Rules(unittest.TestCase):
         self.assertIn("alone", out[5])
         self.assertEqual(len(rounds.kept(found)), 5, "what a mode makes of a round does not decide")
 
+    def test_what_is_usual_is_a_value_of_a_round_that_is_whole(self) -> None:
+        two_speeds = [one(at, [level], [1.0]) for at, level in enumerate([1.0, 1.6, 1.0, 1.6, 1.0, 1.6])]
+        self.assertEqual([*rounds.rejected(two_speeds)], [1, 3, 5], "not all, as none is like the mean of both")
+        slow = [one(at, [3.0], [1.0], noise=9.0, failed={"gpumux": "broke"}) for at in range(4)]
+        self.assertEqual([*rounds.rejected([*slow, *(one(4 + at, [1.0], [1.0]) for at in range(3))])], [0, 1, 2, 3])
+        self.assertEqual([*rounds.rejected([one(at, [1.0], [1.0], noise=noise) for at, noise in enumerate([2.0, 2.0, 2.0, 5.0, 5.0, 5.0])])], [3, 4, 5])
+
     def test_rounds_that_play_other_parts_of_a_trace_may_differ(self) -> None:
         found = [one(at, [1.0], [1.0]) for at in range(rounds.LEAST)] + [one(rounds.LEAST, [1.3], [1.0])]
         self.assertEqual([*rounds.rejected(found)], [rounds.LEAST])
