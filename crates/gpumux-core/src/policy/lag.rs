@@ -23,6 +23,8 @@ const GREEDY: (f64, f64) = (0.3, 0.6);
 const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
 /// A look that shows nothing new has the next one wait so many times as long.
 const SELDOMER: u64 = 4;
+/// How long after a look one that does not pause is looked at.
+const UNPROMPTED: Micros = Micros::from_secs(8);
 /// How long a look takes at most.
 const LOOK: Micros = Micros::from_millis(100);
 
@@ -349,19 +351,29 @@ impl Memory {
     }
 
     /// Domains share by timeslices that all take what they can get, as far as is known. Begins a look at one of them, if that is due. Else when one may
-    /// be. One that has work for longer than a `round` has no short requests: these wait for that long at most.
+    /// be. One that has work for longer than a `round` hardly has short requests: these wait for that long at most, unless the next comes before.
     pub(super) fn look(&mut self, now: Micros, round: Micros) -> Option<Micros> {
         let begun = *self.together.get_or_insert(now);
-        let short = |it: &&mut Track| {
-            let (busy, since) = it.busy;
-            busy && now <= since + round && it.worked.is_some_and(|worked| worked <= round)
+        let looked = self.looked;
+        let due = |it: &Track| {
+            let (greedy, (busy, since)) = (it.greedy?, it.busy);
+            let pauses = now <= since + round && it.worked.is_some_and(|worked| worked <= round);
+            let returns = it.look_after == Micros::ZERO;
+            let apart = if pauses || returns {
+                LOOKS.0
+            } else {
+                UNPROMPTED
+            };
+            let at = (greedy.max(begun) + it.look_after).max(looked + apart);
+            busy.then_some((at, greedy))
         };
-        let due = self.domains.iter_mut().filter(short);
-        let due = due.filter_map(|it| Some((it.greedy?.max(begun) + it.look_after, it)));
-        let Some((at, track)) = due.min_by_key(|(at, _)| *at) else {
+        let due = self
+            .domains
+            .iter_mut()
+            .filter_map(|it| Some((due(it)?, it)));
+        let Some(((at, _), track)) = due.min_by_key(|(at, _)| *at) else {
             return Some(now + LOOKS.0);
         };
-        let at = at.max(self.looked + LOOKS.0);
         if at > now {
             return Some(at);
         }
@@ -390,7 +402,8 @@ impl Memory {
         if works <= now && works < end || track.busy_part >= GREEDY.1 {
             track.busy_part = track.busy_part.max(GREEDY.1);
             track.greedy = Some(now);
-            track.look_after = Micros(SELDOMER * track.look_after.0).min(LOOKS.1);
+            let after = Micros(SELDOMER * track.look_after.0);
+            track.look_after = after.clamp(LOOKS.0, LOOKS.1);
         } else if now < end {
             return Some((id, end.min(works)));
         } else {
@@ -463,7 +476,7 @@ impl Track {
         }
     }
 
-    /// Whether it has work from now on. When a pause is over, it counts, a long one as one of the window; after that, what it does is looked at anew.
+    /// Whether it has work from now on. When a pause is over, it counts, a long one as one of the window; after that, what it does is looked at at once.
     fn see(&mut self, busy: bool, now: Micros, window: f64) {
         let (before, since) = self.busy;
         if busy == before {
@@ -477,7 +490,7 @@ impl Track {
         }
         self.busy_part *= (-(lasted.0 as f64 / window).min(1.0)).exp();
         if lasted >= LOOKS.0 {
-            (self.greedy, self.look_after) = (self.greedy.map(|_| now), LOOKS.0);
+            (self.greedy, self.look_after) = (self.greedy.map(|_| now), Micros::ZERO);
         }
     }
 
