@@ -367,7 +367,7 @@ fn last_that_waited(mut now: Snapshot, pause: u64, end: u64) -> u64 {
     const STEP: u64 = 100;
     let (mut memory, mut accounts) = (Memory::default(), Accounts::default());
     let first = 1_000_000 + pause;
-    // What a request lacks, when it came and the next comes, who has the device, and for how long yet.
+    // What a request lacks, when it came and the next comes, which domain has the device, and for how long yet.
     let (mut lacks, mut came, mut due, mut turn, mut left, mut last) = (0, 0, first, 0, 0, 0);
     for at in (0..end).step_by(STEP as usize) {
         now.now = Micros(at);
