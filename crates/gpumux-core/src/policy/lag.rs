@@ -23,7 +23,7 @@ const GREEDY: (f64, f64) = (0.3, 0.6);
 const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
 /// A look that shows nothing new has the next one wait so many times as long.
 const SELDOMER: u64 = 4;
-/// How long after a look one that does not pause is looked at.
+/// How long after a look one that does not pause is looked at, but for its first look.
 const UNPROMPTED: Micros = Micros::from_secs(8);
 /// How long a look takes at most.
 const LOOK: Micros = Micros::from_millis(100);
@@ -396,6 +396,10 @@ impl Memory {
             return None;
         };
         let works = match track.busy {
+            // Many may begin with it: until they are frozen, its first request waits.
+            (true, since) if track.look_after == Micros::ZERO => {
+                since.max(self.looked) + long + long
+            }
             (true, since) => since.max(self.looked) + long,
             (false, _) => end,
         };

@@ -361,15 +361,15 @@ fn busy_latency_domain_gives_way_to_another() {
 }
 
 /// A device whose domains with work have it one after the other, each for its timeslice. The first domain always has work for a second,
-/// none for so many µs, and then a request of 300 µs each 3 ms, or as soon as one that is late has ended. The others always have work. When the
-/// last request came that waited for others, in µs from the first.
-fn last_that_waited(mut now: Snapshot, pause: u64, end: u64) -> u64 {
+/// none for so many µs, and then a request of 300 µs each 3 ms, or as soon as one that is late has ended, but none ends in the first µs of `stall`.
+/// The others always have work. When the last request came that waited for others, in µs from the first.
+fn last_that_waited(mut now: Snapshot, pause: u64, stall: u64) -> u64 {
     const STEP: u64 = 100;
     let (mut memory, mut accounts) = (Memory::default(), Accounts::default());
     let first = 1_000_000 + pause;
     // What a request lacks, when it came and the next comes, which domain has the device, and for how long yet.
     let (mut lacks, mut came, mut due, mut turn, mut left, mut last) = (0, 0, first, 0, 0, 0);
-    for at in (0..end).step_by(STEP as usize) {
+    for at in (0..10_500_000).step_by(STEP as usize) {
         now.now = Micros(at);
         if at < 1_000_000 {
             lacks = 300;
@@ -405,7 +405,7 @@ fn last_that_waited(mut now: Snapshot, pause: u64, end: u64) -> u64 {
             left = now.domains[turn].timeslice.0.max(STEP);
         }
         left = left.saturating_sub(STEP);
-        if turn == 0 && at >= first {
+        if turn == 0 && at >= first + stall {
             lacks -= STEP;
             if lacks == 0 && at - came > 1_000 {
                 last = came - first;
@@ -415,20 +415,28 @@ fn last_that_waited(mut now: Snapshot, pause: u64, end: u64) -> u64 {
     last
 }
 
-/// They are looked at as soon as they come, or in the end if they follow a busy start at once.
+/// They are looked at as soon as they come, or soon after a busy start. If such a look shows nothing, since others begin at the same time, another one
+/// does.
 #[test]
 fn short_requests_that_come_before_the_next_round_take_the_device() {
     let classes = [Class::Latency, Class::Latency, Class::Batch, Class::Batch];
+    let cases = [
+        (600_000, 0, 50_000),
+        (600_000, 15_000, 50_000),
+        (600_000, 40_000, 600_000),
+        (0, 0, 600_000),
+        (0, 600_000, 9_000_000),
+    ];
     for guaranteed in [0.0, 0.2] {
-        for (pause, most) in [(600_000, 50_000), (0, 8_500_000)] {
+        for (pause, stall, most) in cases {
             let mut now = snapshot(&classes, (0..4).map(|id| domain(id + 1, id)).collect());
             for tenant in &mut now.tenants {
                 tenant.spec.guaranteed = guaranteed;
             }
-            let last = last_that_waited(now, pause, 15_000_000);
+            let last = last_that_waited(now, pause, stall);
             assert!(
                 last < most,
-                "{last} µs after a pause of {pause}, guaranteed {guaranteed}"
+                "{last} µs, pause {pause}, stall {stall}, guaranteed {guaranteed}"
             );
         }
     }
