@@ -147,6 +147,13 @@ int gpumux_range_free(uint64_t address) __attribute__((weak));
  */
 int gpumux_commit(uint64_t address, uint64_t first, uint64_t count, unsigned wait_ms) __attribute__((weak));
 
+/*
+ * The same for ranks of one engine: processes of one tenant, or threads with a range each. Each calls it for its own granules, with the same
+ * name of the request, which was not used before, and the same number of parts, at most 64. Memory is granted to all of them or to none. What
+ * is granted the driver may still refuse to one: then the others decommit theirs.
+ */
+int gpumux_commit_part(uint64_t address, uint64_t first, uint64_t count, unsigned wait_ms, uint64_t name, unsigned parts) __attribute__((weak));
+
 /* Gives the memory of these granules back. No kernel may be using them. */
 int gpumux_decommit(uint64_t address, uint64_t first, uint64_t count) __attribute__((weak));
 

@@ -228,9 +228,6 @@ class Blocks:
 
     # ---- inside ------------------------------------------------------------------------------
 
-    def _has_memory(self, granule: int) -> bool:
-        return bool(0 < self.memory.words[granule] & 7 <= kv.IN_USE)
-
     def _enter(self, granule: int) -> None:
         """A free block of it is in use."""
         self._free -= 1
@@ -290,11 +287,14 @@ class Blocks:
     def _grow(self, need: int, wait_s: float) -> None:
         """Holds more granules: those left to others that are still there, then ones that get memory, then ones with a cache."""
         aside = []
+        there: set[int] | None = None
         while self._lacks(need) > 0 and self._left.numbers:
             granule = self._left.pop()
             if self._held[granule]:
                 continue
-            if not self._plain[granule] and self._has_memory(granule):
+            if not self._plain[granule] and there is None:
+                there = set(self.memory.there([it for it in (granule, *self._left.numbers) if not self._plain[it]]))
+            if not self._plain[granule] and there and granule in there:
                 aside.append(granule)
                 continue
             self._take_back([granule])

@@ -16,12 +16,10 @@ class Spread:
         self.memory, self.granule = memory, memory.granule
         self.each = len(memory.words) // buffers
         self._buffers = [buffer * self.each for buffer in range(buffers)]
-        self.words = self
 
-    def __getitem__(self, granule: int) -> int:
-        """The word of one without memory, if there is one."""
-        found = [int(self.memory.words[buffer + granule]) for buffer in self._buffers]
-        return next((it for it in found if not 0 < it & 7 <= kv.IN_USE), found[0])
+    def there(self, granules: Iterable[int]) -> list[int]:
+        """Those that have memory in all buffers."""
+        return [it for it in granules if len(self.memory.there([buffer + it for buffer in self._buffers])) == len(self._buffers)]
 
     def commit(self, first: int, count: int, wait_s: float) -> int:
         deadline = time.monotonic() + wait_s

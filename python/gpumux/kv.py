@@ -56,6 +56,10 @@ _range_free = gpumux._function("gpumux_range_free", ctypes.c_int, ctypes.c_uint6
 _commit = gpumux._function(
     "gpumux_commit", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint
 )
+_commit_part = gpumux._function(
+    "gpumux_commit_part",
+    ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint,
+)  # fmt: skip
 _decommit = gpumux._function("gpumux_decommit", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
 _mark = gpumux._function(
     "gpumux_mark", ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int
@@ -163,14 +167,22 @@ class _Elastic:
     def gone(self) -> bool:
         return not self.header.address
 
-    def commit(self, first: int, count: int, wait_s: float) -> int:
-        return int(_commit(self.address, first, count, max(0, int(wait_s * 1000))))
+    def commit(self, first: int, count: int, wait_s: float, part: tuple[int, int] | None = None) -> int:
+        """`part`: the name of a request that several ranks make, and their number. An older library has no such requests."""
+        wait_ms = max(0, int(wait_s * 1000))
+        if part and _commit_part:
+            return int(_commit_part(self.address, first, count, wait_ms, *part))
+        return int(_commit(self.address, first, count, wait_ms))
 
     def decommit(self, first: int, count: int) -> int:
         return int(_decommit(self.address, first, count))
 
     def mark(self, first: int, count: int, state: int) -> int:
         return int(_mark(self.address, first, count, state))
+
+    def there(self, granules: Iterable[int]) -> list[int]:
+        """Those that have memory."""
+        return [it for it in granules if 0 < self.words[it] & 7 <= IN_USE]
 
     def generation(self, granule: int) -> int:
         return int(self.words[granule]) >> 3
@@ -511,7 +523,7 @@ class Pool:
 
     def _has_memory(self, granule: int) -> bool:
         memory = self._memory
-        return bool(memory.kind != "elastic" or 0 < memory.words[granule] & 7 <= IN_USE)
+        return bool(memory.kind != "elastic" or memory.there([granule]))
 
     def _unpick(self, pages: Iterable[int]) -> None:
         """These pages are free."""

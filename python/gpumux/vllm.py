@@ -1,12 +1,13 @@
 """vLLM with an elastic KV cache: memory is behind the blocks that are in use, and others may take the rest.
 
     gpumux run -- vllm serve MODEL --worker-cls gpumux.vllm.Worker [--kv-cache-memory-bytes 64000000000]
+    gpumux run -- vllm serve MODEL --tensor-parallel-size 2 --distributed-executor-backend gpumux.vllm.Executor
 
 The size of the KV cache is one of addresses: it may be as large as the device, whatever else is there. Where memory is short, vLLM has fewer free blocks,
-and preempts its own requests. What doesn't fit (another version, several GPUs, Mamba layers, no `gpumux run`) is logged, and vLLM's own memory is used.
+and preempts its own requests. What doesn't fit (another version, pipeline parallelism, Mamba layers, no `gpumux run`) is logged, and vLLM's own memory is used.
 
-Two classes that vLLM lets its user choose do all of it. The worker lays the KV cache out in blocks and takes it from an elastic range; it chooses the
-scheduler, which has memory behind free blocks. A KV connector could do neither before a step is planned, and vLLM has one at a time.
+Classes that vLLM lets its user choose do all of it. The worker lays the KV cache out in blocks and takes it from an elastic range; it chooses the
+scheduler, which has memory behind free blocks. With tensor parallelism the executor chooses the scheduler, which has memory in all workers. A KV connector could do neither before a step is planned, and vLLM has one at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 from typing import Any, Iterator
 
 import torch
@@ -25,6 +27,7 @@ try:
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.kv_cache_interface import KVCacheTensor
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
@@ -40,14 +43,17 @@ except ImportError:  # Since 0.29 a block may also be outside of the layers.
 import gpumux
 from gpumux import kv
 from gpumux._blocks import Blocks, layout
+from gpumux._ranks import Rank as Orders
+from gpumux._ranks import Ranks
 from gpumux.torch import allocator
 
 logger = logging.getLogger("vllm.gpumux")
-URGENT_S, IDLE_S = 0.25, 0.5
+URGENT_S, IDLE_S, FIXED_S = 0.25, 0.5, 60.0
 _kept: list[Any] = []  # What PyTorch and the device use until the process ends.
 
 USED: dict[type, str] = {
     GpuWorker: "initialize_from_config _maybe_get_memory_pool_context",
+    MultiprocExecutor: "_init_executor initialize_from_config collective_rpc",
     SyncScheduler: (
         "schedule update_from_output make_stats running waiting kv_cache_manager kv_cache_config num_lookahead_tokens max_num_scheduled_tokens "
         "max_num_running_reqs"
@@ -198,6 +204,13 @@ class Memory:
         with torch.inference_mode():
             self.bytes[begin : begin + count * self.range.granule].zero_()
 
+    def fence(self) -> Any:
+        return fence()
+
+    def rests(self) -> bool:
+        """Whether a fence can be awaited."""
+        return True
+
     def is_of(self, tensor: Any) -> bool:
         """Whether a layer's tensor is from it."""
         storage = tensor.untyped_storage()
@@ -205,6 +218,40 @@ class Memory:
             return False
         self.bytes = torch.empty(0, dtype=torch.int8, device=tensor.device).set_(storage, 0, (self.size,), (1,))
         return True
+
+
+class Together:
+    """The KV caches of all workers, for a scheduler in a process of its own.
+
+    When a step's result is there, all workers have done its work: the last thing they do for it together is what the result comes from.
+    """
+
+    def __init__(self, ranks: Ranks, stride: int, pinned: set[int]) -> None:
+        self.range, self.stride, self.pinned = ranks, stride, pinned
+        self.planned = self.done = 0
+
+    def clear(self, first: int, count: int) -> None:
+        """Each worker has done that."""
+
+    def fence(self) -> Passed:
+        return Passed(self, self.planned)
+
+    def rests(self) -> bool:
+        """Whether no step is under way."""
+        return self.planned == self.done
+
+
+class Passed:
+    """Whether all steps have been done that were planned before."""
+
+    def __init__(self, of: Together, steps: int) -> None:
+        self.of, self.steps = of, steps
+
+    def query(self) -> bool:
+        return self.of.done >= self.steps
+
+    def synchronize(self) -> None:
+        """It is used only when no step is under way."""
 
 
 def fence() -> Any:
@@ -252,7 +299,7 @@ def counting(base: type) -> type:
     return Scheduler
 
 
-def scheduler_class(base: type, memory: Memory) -> type:
+def scheduler_class(base: type, memory: Memory | Together) -> type:
     """A scheduler of vLLM's whose free blocks have memory when a step uses them."""
 
     class Scheduler(base):  # type: ignore[misc]
@@ -261,8 +308,11 @@ def scheduler_class(base: type, memory: Memory) -> type:
             pool = self.kv_cache_manager.block_pool
             free = pool.free_block_queue.get_all_free_blocks()
             self.gpumux = pool.free_block_queue = Blocks(
-                memory.range, memory.stride, pool.blocks, free, pool.evict_blocks, fence, memory.clear, memory.pinned
+                memory.range, memory.stride, pool.blocks, free, pool.evict_blocks, memory.fence, memory.clear, memory.pinned
             )
+
+        def _end(self) -> None:
+            self.gpumux.end(not self.running and not self._waits() and memory.rests())
 
         def _waits(self) -> bool:
             return any(map(bool, waiting(self)))
@@ -276,11 +326,15 @@ def scheduler_class(base: type, memory: Memory) -> type:
             try:
                 return super().schedule(*arguments, **options)
             finally:
-                self.gpumux.end(not self.running and not self._waits())
+                if isinstance(memory, Together):
+                    memory.planned += 1
+                self._end()
 
         def update_from_output(self, *arguments: Any, **options: Any) -> Any:
             result = super().update_from_output(*arguments, **options)
-            self.gpumux.end(not self.running and not self._waits())
+            if isinstance(memory, Together):
+                memory.done += 1
+            self._end()
             return result
 
         def make_stats(self, *arguments: Any, **options: Any) -> Any:
@@ -291,6 +345,19 @@ def scheduler_class(base: type, memory: Memory) -> type:
             return stats
 
     return Scheduler
+
+
+def choose(config: Any, memory: Memory | Together | None, blocks: int) -> None:
+    """Sets vLLM's scheduler in its configuration."""
+    base = counting(AsyncScheduler if config.async_scheduling else SyncScheduler)
+    if not memory:
+        config.scheduler_cls = config.scheduler_cls or base
+        return
+    config.scheduler_cls = scheduler_class(base, memory)
+    logger.info(
+        "gpumux: the KV cache is elastic: %d blocks of %d KiB, %d in a granule",
+        blocks, memory.stride >> 10, memory.range.granule // memory.stride,
+    )  # fmt: skip
 
 
 class Worker(GpuWorker):  # type: ignore[misc]
@@ -309,28 +376,22 @@ class Worker(GpuWorker):  # type: ignore[misc]
         if self.gpumux and not self.gpumux.is_of(self.model_runner.kv_caches[0]):
             logger.warning("gpumux: the KV cache has a fixed size: vLLM has not taken it from gpumux's memory")
             self.gpumux = None
-        config = self.vllm_config.scheduler_config
-        if not in_one_process(self.vllm_config.parallel_config):
-            return  # The scheduler is another process's.
-        base = counting(AsyncScheduler if config.async_scheduling else SyncScheduler)
-        if not self.gpumux:
-            config.scheduler_cls = config.scheduler_cls or base
-            return
-        config.scheduler_cls = scheduler_class(base, self.gpumux)
-        logger.info(
-            "gpumux: the KV cache is elastic: %d blocks of %d KiB, %d in a granule",
-            kv_cache_config.num_blocks, self.gpumux.stride >> 10, self.gpumux.range.granule // self.gpumux.stride,
-        )  # fmt: skip
+        if in_one_process(self.vllm_config.parallel_config):
+            choose(self.vllm_config.scheduler_config, self.gpumux, kv_cache_config.num_blocks)
 
-    def _check(self) -> None:
-        """Raises Unfit with what vLLM's configuration says against an elastic KV cache."""
-        check()
+    def _check_processes(self) -> None:
+        """Raises Unfit where the scheduler is another process's."""
         parallel = self.vllm_config.parallel_config
         if not in_one_process(parallel):
             raise Unfit(
                 f"vLLM has {parallel.world_size} workers of executor {parallel.distributed_executor_backend}, and its scheduler may be in another "
-                "process (elastic: one GPU and --distributed-executor-backend uni)"
+                "process (elastic: one GPU and --distributed-executor-backend uni, or gpumux.vllm.Executor)"
             )
+
+    def _check(self) -> None:
+        """Raises Unfit with what vLLM's configuration says against an elastic KV cache."""
+        check()
+        self._check_processes()
         if self.vllm_config.model_config.enable_cumem_allocator:
             raise Unfit("vLLM's sleep mode has memory of its own (use `gpumux.sleep()` instead)")
         if self.vllm_config.kv_transfer_config is not None:
@@ -359,3 +420,62 @@ class Worker(GpuWorker):  # type: ignore[misc]
         elastic = self.gpumux if tag == "kv_cache" else None
         with torch.cuda.use_mem_pool(elastic.pool) if elastic else super()._maybe_get_memory_pool_context(tag):
             yield
+
+
+class Rank(Worker):
+    """One of several workers. Its executor's process has memory put behind blocks."""
+
+    def _check_processes(self) -> None:
+        parallel = self.vllm_config.parallel_config
+        for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes"):
+            if getattr(parallel, name, 1) > 1:
+                raise Unfit(f"{name} is {getattr(parallel, name)}: workers have other blocks, or are on other machines")
+        if getattr(self.vllm_config, "speculative_config", None) is not None:
+            raise Unfit("speculative decoding with several GPUs: drafts are made after a step's result is there")
+
+    def gpumux_listen(self, key: bytes) -> tuple[str, int, int, set[int]] | None:
+        """Where orders are carried out from now on, and what a block and a granule have; None where the KV cache has a fixed size."""
+        memory, stream = self.gpumux, torch.cuda.current_stream()
+        if memory is None:
+            return None
+
+        def clear(first: int, count: int) -> None:
+            # Before the next step's work, which this thread's order comes before.
+            with torch.cuda.stream(stream):
+                memory.clear(first, count)
+
+        return Orders(memory.range, clear).listen(key), memory.stride, memory.range.granule, memory.pinned
+
+    def gpumux_fix(self) -> None:
+        """All has memory, always."""
+        if self.gpumux and self.gpumux.range.commit(0, len(self.gpumux.range.words), FIXED_S):
+            raise RuntimeError("gpumux: there is no memory for vLLM's KV cache of a fixed size (use less: --kv-cache-memory-bytes)")
+
+
+class Executor(MultiprocExecutor):  # type: ignore[misc]
+    """vLLM's executor of several workers, with an elastic KV cache in all of them, or in none."""
+
+    def _init_executor(self) -> None:
+        if self.parallel_config.worker_cls in (f"{GpuWorker.__module__}.{GpuWorker.__qualname__}", f"{__name__}.Worker"):
+            self.parallel_config.worker_cls = f"{__name__}.Rank"
+        else:
+            logger.warning("gpumux: the KV cache has a fixed size: another worker is chosen: %s", self.parallel_config.worker_cls)
+        super()._init_executor()
+
+    def initialize_from_config(self, kv_cache_configs: Any) -> None:
+        super().initialize_from_config(kv_cache_configs)
+        memory = None
+        if self.parallel_config.worker_cls == f"{__name__}.Rank":
+            memory = self._meet()
+        choose(self.vllm_config.scheduler_config, memory, kv_cache_configs[0].num_blocks)
+
+    def _meet(self) -> Together | None:
+        key = os.urandom(32)
+        found = self.collective_rpc("gpumux_listen", args=(key,))
+        alike = {(it[1], it[2], *sorted(it[3])) if it else None for it in found}
+        if None in alike or len(alike) > 1:
+            logger.warning("gpumux: the KV cache has a fixed size: not all workers have an elastic one of the same blocks")
+            self.collective_rpc("gpumux_fix")
+            return None
+        _, stride, granule, pinned = found[0]
+        return Together(Ranks([it[0] for it in found], key, granule), stride, pinned)

@@ -27,7 +27,7 @@ class Taken:
         self.words = (ctypes.c_uint32 * (size // granule))()
         self.room = len(self.words)
 
-    def commit(self, first: int, count: int, _wait_s: float) -> int:
+    def commit(self, first: int, count: int, _wait_s: float, part: object = None) -> int:
         own = range(first, first + count)
         lacking = [it for it in own if self.words[it] & 7 == kv.OUT]
         if sum(1 for it in self.words if it & 7) + len(lacking) > self.room:
@@ -60,6 +60,7 @@ class Taken:
     def gone(self) -> bool:
         return False
 
+    there = kv._Elastic.there
     generation = kv._Elastic.generation
     committed = kv._Elastic.committed
 

@@ -1,5 +1,6 @@
 """Tests of `gpumux.vllm` with stand-ins for PyTorch and vLLM. test_vllm_wheel.py compares them with vLLM's own classes."""
 
+import copy
 import importlib
 import importlib.util
 import sys
@@ -89,6 +90,25 @@ class GpuWorker:
         return ["LBNHC", "LBHNC", "BLNHC", "BLHNC"]
 
 
+class MultiprocExecutor:
+    """vLLM's: workers have copies of the configuration."""
+
+    def __init__(self, vllm_config: Some) -> None:
+        self.vllm_config, self.parallel_config = vllm_config, vllm_config.parallel_config
+        self._init_executor()
+
+    def _init_executor(self) -> None:
+        name = self.parallel_config.worker_cls.rpartition(".")[2]
+        self.workers = [getattr(module, name)(copy.deepcopy(self.vllm_config)) for _ in range(2)]
+
+    def initialize_from_config(self, configs: list) -> None:
+        for worker, given in zip(self.workers, configs):
+            worker.initialize_from_config(given)
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        return [getattr(it, method)(*args) for it in self.workers]
+
+
 class Pool:
     """PyTorch's memory pool that is in use: it takes from what has `give`."""
 
@@ -109,6 +129,7 @@ def loaded() -> types.ModuleType:
         "vllm.v1.request": Some(Request=with_attributes("Request", "num_tokens num_tokens_with_spec num_computed_tokens num_output_placeholders")),
         "vllm.v1.core.sched.async_scheduler": Some(AsyncScheduler=Scheduler),
         "vllm.v1.core.sched.scheduler": Some(Scheduler=Scheduler),
+        "vllm.v1.executor.multiproc_executor": Some(MultiprocExecutor=MultiprocExecutor),
         "vllm.v1.worker.gpu_worker": Some(Worker=GpuWorker),
         "torch": torch,
     }
@@ -121,7 +142,7 @@ module = loaded()
 
 def configuration() -> Some:
     return Some(
-        parallel_config=Some(world_size=1, distributed_executor_backend="uni"),
+        parallel_config=Some(world_size=1, distributed_executor_backend="uni", worker_cls="gpumux.vllm.Worker"),
         model_config=Some(enable_cumem_allocator=False),
         kv_transfer_config=None,
         scheduler_config=Some(scheduler_cls=None, async_scheduling=True),
@@ -328,6 +349,92 @@ class Steps(unittest.TestCase):
         self.range.room = 1
         self.scheduler.waiting, self.scheduler.wish = [Some(num_tokens=600)], 39
         self.assertEqual(len(self.scheduler.schedule()), 31)
+
+
+def executor(config: Some, *given: Some) -> object:
+    """One whose two workers have their KV caches."""
+    config.parallel_config.world_size, config.parallel_config.distributed_executor_backend = 2, "gpumux.vllm.Executor"
+
+    def pool(_memory_pool: object) -> object:
+        Pool.active = module._kept[-1]
+        return mock.MagicMock(__exit__=lambda *_: setattr(Pool, "active", None))
+
+    with (
+        mock.patch.object(kv, "_Elastic", Ranged),
+        mock.patch.object(kv, "_Driver", lambda _device: DRIVER),
+        mock.patch.object(module.torch.cuda, "use_mem_pool", pool),
+    ):
+        made = module.Executor(config)
+        made.initialize_from_config(given or (cache(), cache()))
+    return made
+
+
+class Executors(unittest.TestCase):
+    def start(self) -> tuple:
+        """The ranges of the workers, and the scheduler."""
+        config = configuration()
+        ranges = [it.gpumux.range for it in executor(config).workers]
+        scheduler = config.scheduler_config.scheduler_cls(cache(), 128)
+        for it in scheduler.gpumux.memory._all:
+            self.addCleanup(it.close)
+        return ranges, scheduler
+
+    def states(self, ranges: list, scheduler: object) -> list:
+        scheduler.gpumux.memory.there([])
+        return [[it.state(granule) for granule in range(4)] for it in ranges]
+
+    def test_step_has_memory_in_all_workers(self) -> None:
+        ranges, scheduler = self.start()
+        scheduler.waiting, scheduler.wish = [Some(num_tokens=1000)], 63
+        self.assertEqual(len(scheduler.schedule()), 63)
+        self.assertEqual(self.states(ranges, scheduler), [[kv.IN_USE, kv.IN_USE, kv.OUT, kv.OUT]] * 2)
+
+    def test_step_is_as_short_as_the_worker_with_the_least_memory_allows(self) -> None:
+        ranges, scheduler = self.start()
+        ranges[1].room = 1
+        scheduler.waiting, scheduler.wish = [Some(num_tokens=600)], 39
+        self.assertEqual(len(scheduler.schedule()), 31)
+        self.assertEqual(self.states(ranges, scheduler), [[kv.IN_USE, kv.OUT, kv.OUT, kv.OUT]] * 2)
+
+    def test_granules_are_free_once_the_steps_before_are_done(self) -> None:
+        ranges, scheduler = self.start()
+        scheduler.waiting, scheduler.wish = [Some(num_tokens=1000)], 63
+        found = scheduler.schedule()
+        scheduler.waiting, scheduler.wish = [], 0
+        # The next step is planned before the first is done, and may still use what the first leaves.
+        scheduler.schedule()
+        scheduler.update_from_output(found)
+        self.assertEqual(self.states(ranges, scheduler)[0][1], kv.IN_USE)
+        scheduler.update_from_output([])
+        self.assertEqual(self.states(ranges, scheduler), [[kv.IN_USE, kv.FREE, kv.OUT, kv.OUT]] * 2)
+
+    def test_cache_is_fixed_in_all_workers_where_one_does_not_fit(self) -> None:
+        config = configuration()
+        with self.assertLogs("vllm.gpumux", "WARNING") as logs:
+            made = executor(config, cache(), cache(elastic=False))
+        self.assertIn("not all workers have an elastic one", logs.output[-1])
+        self.assertEqual(made.workers[0].gpumux.range.committed(), 64 * MIB)
+        self.assertIs(config.scheduler_config.scheduler_cls.__mro__[1], Scheduler)
+        made.workers[0].gpumux.range.decommit(3, 1)
+        made.workers[0].gpumux.range.room = 3
+        with self.assertRaisesRegex(RuntimeError, "no memory for vLLM's KV cache of a fixed size"):
+            made.workers[0].gpumux_fix()
+
+    def test_workers_with_other_blocks_have_a_fixed_size(self) -> None:
+        for name, value in (("pipeline_parallel_size", 2), ("nnodes", 2), ("speculative_config", Some())):
+            config = configuration()
+            setattr(config if name == "speculative_config" else config.parallel_config, name, value)
+            with self.assertLogs("vllm.gpumux", "WARNING") as logs:
+                executor(config)
+            self.assertRegex(logs.output[0], "fixed size: (pipeline_parallel_size is 2|nnodes is 2|speculative)")
+
+    def test_another_worker_stays(self) -> None:
+        config = configuration()
+        config.parallel_config.worker_cls = "other.GpuWorker"
+        with self.assertLogs("vllm.gpumux", "WARNING") as logs:
+            made = executor(config)
+        self.assertIn("another worker is chosen: other.GpuWorker", logs.output[0])
+        self.assertEqual(made.parallel_config.worker_cls, "other.GpuWorker")
 
 
 if __name__ == "__main__":

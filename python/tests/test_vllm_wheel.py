@@ -6,6 +6,7 @@ DIR has what is in vLLM's wheel, and its dependencies; of its libraries none is 
 """
 
 import contextlib
+import copy
 import importlib
 import importlib.util
 import json
@@ -90,12 +91,11 @@ class Wheel(unittest.TestCase):
         made.kv_cache_layout = config.cache_config.kv_cache_layout
         return made
 
-    def worker(self, config: object) -> object:
+    def worker(self, config: object, of: str = "Worker") -> object:
         """One that has its KV cache, in memory of the host."""
         import torch
-        from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
-        worker = object.__new__(self.module.Worker)
+        worker = object.__new__(getattr(self.module, of))
         worker.vllm_config, worker.device, worker.gpumux = config, Some(index=0), None
         worker.cache_config, worker.model_config = config.cache_config, config.model_config
 
@@ -112,16 +112,36 @@ class Wheel(unittest.TestCase):
             worker.model_runner.kv_caches = list(worker.views.values())
 
         worker.model_runner = Some(initialize_kv_cache=allocate)
-        self.assertIs(type(worker).__mro__[1], GpuWorker)
+        self.assertIn(self.module.GpuWorker, type(worker).__mro__)
         return worker
 
-    def start(self, asynchronous: bool = False, memory: int = 64 * MIB) -> tuple:
-        """A worker, its range and its scheduler."""
+    def executor(self, config: object, workers: list) -> object:
+        """vLLM's, of workers in this process."""
+        of = f"{self.module.GpuWorker.__module__}.{self.module.GpuWorker.__qualname__}"
+        config.parallel_config.worker_cls = of
+        executor = object.__new__(self.module.Executor)
+        executor.vllm_config, executor.parallel_config = config, config.parallel_config
+
+        def call(method: str, args: tuple = ()) -> list:
+            if method == "compile_or_warm_up_model":
+                return []
+            each = [(it,) for it in args[0]] if method == "initialize_from_config" else [args] * len(workers)
+            return [getattr(it, method)(*own) for it, own in zip(workers, each)]
+
+        executor.collective_rpc = call
+        with mock.patch.object(self.module.MultiprocExecutor, "_init_executor"):
+            executor._init_executor()
+        self.assertEqual(config.parallel_config.worker_cls, "gpumux.vllm.Rank")
+        return executor
+
+    def start(self, asynchronous: bool = False, memory: int = 64 * MIB, ranks: int = 1) -> tuple:
+        """Workers and their scheduler."""
         from vllm.config import set_current_vllm_config
         from vllm.v1.structured_output import StructuredOutputManager
 
         config = self.config(asynchronous)
-        worker = self.worker(config)
+        configs = [config] if ranks == 1 else [copy.deepcopy(config) for _ in range(ranks)]
+        workers = [self.worker(it, "Worker" if ranks == 1 else "Rank") for it in configs]
 
         is_of = self.module.Memory.is_of
 
@@ -147,18 +167,24 @@ class Wheel(unittest.TestCase):
             mock.patch.object(self.module.torch.cuda, "MemPool", create=True),
             mock.patch.object(self.module.torch.cuda, "use_mem_pool", mock.MagicMock(), create=True),
             mock.patch.object(self.module.Memory, "is_of", taken_from),
+            mock.patch.object(self.module.torch.cuda, "current_stream", lambda: None),
         ):
-            given = self.planned(config, worker, memory)
+            given = self.planned(config, workers[0], memory)
+            for of in configs:
+                of.cache_config = config.cache_config
             stack.enter_context(set_current_vllm_config(config))
-            worker.initialize_from_config(given)
-            stack.enter_context(mock.patch.object(self.module, "fence", device.fence))
+            if ranks == 1:
+                workers[0].initialize_from_config(given)
+                workers[0].gpumux.fence = device.fence
+            else:
+                self.executor(config, workers).initialize_from_config([copy.deepcopy(given) for _ in workers])
             config.cache_config.num_gpu_blocks = given.num_blocks
-            self.assertIsNotNone(worker.gpumux, "the KV cache has a fixed size")
+            self.assertNotIn(None, [it.gpumux for it in workers], "the KV cache has a fixed size")
             scheduler = config.scheduler_config.scheduler_cls(
                 vllm_config=config, kv_cache_config=given, structured_output_manager=StructuredOutputManager(config), block_size=BLOCK,
                 hash_block_size=BLOCK, log_stats=True,
             )  # fmt: skip
-        return worker, worker.gpumux.range, scheduler, device
+        return workers, scheduler, device
 
     def test_vllm_has_what_is_used_of_it(self) -> None:
         self.module.check()
@@ -166,7 +192,7 @@ class Wheel(unittest.TestCase):
     def test_layers_of_a_block_lie_together(self) -> None:
         if self.module.get_kv_cache_layout:
             self.skipTest("vLLM up to 0.28 makes views of its attention's backends, which need a GPU")
-        worker, *_ = self.start()
+        worker = self.start()[0][0]
         views = list(worker.views.values())
         self.assertEqual([it.data_ptr() - views[0].data_ptr() for it in views], [2 * BLOCK * HEADS * DIM * 2 * it for it in range(LAYERS)])
         self.assertEqual({it.stride(0) * it.element_size() for it in views}, {worker.gpumux.stride})
@@ -176,7 +202,12 @@ class Wheel(unittest.TestCase):
             with self.subTest(asynchronous=asynchronous):
                 self.serve(asynchronous)
 
-    def serve(self, asynchronous: bool) -> None:
+    def test_contents_of_two_workers_stay_while_others_take_granules_of_each(self) -> None:
+        for asynchronous in (False, True):
+            with self.subTest(asynchronous=asynchronous):
+                self.serve(asynchronous, ranks=2)
+
+    def serve(self, asynchronous: bool, ranks: int = 1) -> None:
         """Requests with common prefixes run to their end, and each step reads what earlier ones wrote, as attention does."""
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
@@ -184,9 +215,10 @@ class Wheel(unittest.TestCase):
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import Request
 
-        worker, memory, scheduler, device = self.start(asynchronous)
-        stride, granule, random_ = worker.gpumux.stride, memory.granule, random.Random(1)
-        cells = worker.gpumux.bytes
+        workers, scheduler, device = self.start(asynchronous, ranks=ranks)
+        stride, memories, random_ = workers[0].gpumux.stride, [it.gpumux.range for it in workers], random.Random(1)
+        granule, each = memories[0].granule, [it.gpumux.bytes for it in workers]
+        settle = getattr(scheduler.gpumux.memory, "there") if ranks > 1 else lambda _granules: None
         init_none_hash(sha256)
         hasher = get_request_block_hasher(BLOCK, sha256)
         prefixes = [[random_.randrange(900) for _ in range(150)] for _ in range(3)]
@@ -210,11 +242,13 @@ class Wheel(unittest.TestCase):
             while waiting and random_.random() < 0.1:
                 scheduler.add_request(waiting.pop())
             # What others take is theirs: they write there.
-            for it in range(len(memory.words)):
-                if random_.random() < 0.3 and memory.take(it):
-                    cells[it * granule : (it + 1) * granule] = 77
-                    taken += 1
-            memory.room = random_.choice((1, 2, 3, 100))
+            settle([])
+            for memory, cells in zip(memories, each):
+                for it in range(len(memory.words)):
+                    if random_.random() < 0.3 and memory.take(it):
+                        cells[it * granule : (it + 1) * granule] = 77
+                        taken += 1
+                memory.room = random_.choice((1, 2, 3, 100))
             given = scheduler.schedule()
             device.given += 1
             for new in given.scheduled_new_reqs:
@@ -232,11 +266,12 @@ class Wheel(unittest.TestCase):
             for name, count in given.num_scheduled_tokens.items():
                 there = computed[name]
                 for block in tables[name][: -(-(there + count) // BLOCK)]:
-                    self.assertEqual(memory.state(block * stride // granule), kv.IN_USE)
-                for position in range(there):
-                    self.assertEqual(int(cells[cell(name, position)]), known[name][position] % 100, f"request {name}, step {step}")
-                for position in range(there, there + count):
-                    cells[cell(name, position)] = known[name][position] % 100
+                    self.assertEqual({it.state(block * stride // granule) for it in memories}, {kv.IN_USE})
+                for cells in each:
+                    for position in range(there):
+                        self.assertEqual(int(cells[cell(name, position)]), known[name][position] % 100, f"request {name}, step {step}")
+                    for position in range(there, there + count):
+                        cells[cell(name, position)] = known[name][position] % 100
                 done = there + count >= len(known[name])
                 sampled.append([known[name][-1] * 7 % 900] if done else [])
                 known[name] += sampled[-1]
@@ -251,7 +286,9 @@ class Wheel(unittest.TestCase):
         self.assertGreater(hits, 100)
         device.done = device.given
         # The first granule has the block that is never free.
-        self.assertTrue(all(memory.state(it) != kv.IN_USE for it in range(1, len(memory.words))))
+        settle([])
+        for memory in memories:
+            self.assertTrue(all(memory.state(it) != kv.IN_USE for it in range(1, len(memory.words))))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 //! Elastic ranges and `gpumux.kv`: memory goes to whom it is guaranteed, whatever its borrower does, and every byte that counts stays.
 
+mod ranks;
+
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
 use rustix::process::Signal;
 

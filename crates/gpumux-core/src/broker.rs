@@ -52,7 +52,7 @@ use crate::{
 };
 
 use accounting::Accounting;
-pub use accounting::{Ask, CONTEXT, Droppable, Kept, LEAVE, Line, RESERVE, RETURN, overhead};
+pub use accounting::{Ask, CONTEXT, Droppable, Kept, LEAVE, Line, Part, RESERVE, RETURN, overhead};
 pub use claims::longest_wait;
 use model::{Age, Gates, Leaving, Round};
 pub use model::{Mutation, ProcessId};
@@ -88,6 +88,10 @@ pub const LOOK: Micros = Micros::from_millis(100);
 const HOST_FULL: Micros = Micros::from_secs(1);
 /// Requests that may wait of one process, and of one tenant: one more is refused at once. A thread waits with one.
 pub const MAX_ASKS: (usize, usize) = (256, 1024);
+/// Parts that a request may have, and for how long the first waits for the last.
+pub const MAX_PARTS: u32 = 64;
+/// See [`MAX_PARTS`].
+pub const MEET: Micros = Micros::from_secs(10);
 /// The oldest requests of a tenant that are looked at.
 const ASKS_LOOKED_AT: usize = 16;
 /// With more tenants and requests than this, everything is looked at only after [`LOOK_EACH`] for each of them: one takes about
@@ -477,12 +481,13 @@ struct Process {
 /// A request for memory that waits: its tenant, and its place among all by age.
 type AskKey = (TenantId, u64);
 
-/// A request for memory that waits.
+/// A request for memory that waits: granted when there is room for all its parts, or not at all.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Pending {
-    process: ProcessId,
-    ticket: u32,
-    ask: Ask,
+    /// Which process asks, and its name for the part.
+    parts: Vec<(ProcessId, Ask)>,
+    tickets: Vec<u32>,
+    /// Since when it has all its parts; since the first, while it has not.
     since: Micros,
     /// Leases that are not used were asked back for it.
     trimmed: bool,
@@ -517,6 +522,50 @@ pub struct Broker {
     /// Something happened that was not looked at yet.
     unsettled: bool,
     mutation: Option<Mutation>,
+}
+
+impl Pending {
+    /// Parts that are not there yet.
+    fn lacks_parts(&self) -> bool {
+        let whole = self.parts.first().and_then(|(_, ask)| ask.part);
+        whole.is_some_and(|it| self.parts.len() < it.parts as usize)
+    }
+
+    fn is_of(&self, process: ProcessId) -> bool {
+        self.parts.iter().any(|(it, _)| *it == process)
+    }
+
+    /// What it needs, by device.
+    fn needs(&self) -> BTreeMap<String, u64> {
+        let mut needs: BTreeMap<String, u64> = BTreeMap::new();
+        for (_, ask) in &self.parts {
+            let sum = needs.entry(ask.device.clone()).or_default();
+            *sum = sum.saturating_add(ask.need);
+        }
+        needs
+    }
+
+    fn needs_of(&self, uuid: &str) -> u64 {
+        let own = self.parts.iter().filter(|(_, ask)| ask.device == uuid);
+        own.fold(0, |sum, (_, ask)| sum.saturating_add(ask.need))
+    }
+
+    fn is_on(&self, uuid: &str) -> bool {
+        self.parts.iter().any(|(_, ask)| ask.device == uuid)
+    }
+
+    /// The answer to all of its parts but these.
+    fn answer(&self, bytes: &[u64], but: impl Fn(ProcessId, u32) -> bool, out: &mut Vec<Command>) {
+        for (n, ((process, _), ticket)) in self.parts.iter().zip(&self.tickets).enumerate() {
+            if !but(*process, *ticket) {
+                out.push(Command::Grant {
+                    process: *process,
+                    ticket: *ticket,
+                    bytes: bytes.get(n).copied().unwrap_or(0),
+                });
+            }
+        }
+    }
 }
 
 impl Tenant {
@@ -624,6 +673,7 @@ impl Broker {
             self.report_silent(now, &mut out);
             self.update_wants(now);
             self.start_sleeps(now, &mut out);
+            self.refuse_parts(now, &mut out);
             self.serve(now, &mut out);
         }
         out
@@ -785,8 +835,13 @@ impl Broker {
             }
             Event::WasShown(id, device, bytes) => self.accounting.was_shown(id, &device, bytes),
             Event::Cancel(process, ticket) => {
-                let meant = |it: &Pending| (it.process, it.ticket) == (process, ticket);
-                self.asks.retain(|_, pending| !meant(pending));
+                let own = |of: ProcessId, name: u32| (of, name) == (process, ticket);
+                let meant = |it: &Pending| {
+                    let mut parts = it.parts.iter().zip(&it.tickets);
+                    parts.any(|((of, _), name)| own(*of, *name))
+                };
+                let gone = self.asks.extract_if(.., |_, pending| meant(pending));
+                gone.for_each(|(_, it)| it.answer(&[], own, out));
             }
             Event::Waits(process) => {
                 let tenant = self.accounting.tenant_of(process);
@@ -829,8 +884,10 @@ impl Broker {
         };
         let kept = self.host.kept_by(id.0);
         self.host.set(id.0, 0);
-        let asked = self.asks.extract_if(.., |_, pending| pending.process == id);
-        let asked = asked.map(|(_, pending)| pending.since).min();
+        let asked = self.asks.extract_if(.., |_, pending| pending.is_of(id));
+        let asked: Vec<Pending> = asked.map(|(_, pending)| pending).collect();
+        (asked.iter()).for_each(|it| it.answer(&[], |of, _| of == id, out));
+        let asked = asked.iter().map(|it| it.since).min();
         for reclaim in self.reclaims.values_mut() {
             reclaim.waiting.remove(&id);
         }
@@ -886,15 +943,20 @@ impl Broker {
         now: Micros,
         process: ProcessId,
         ticket: u32,
-        ask: Ask,
+        mut ask: Ask,
         out: &mut Vec<Command>,
     ) {
+        if self.has(Mutation::PartByPart) {
+            ask.part = None;
+        }
         let tenant = self.accounting.tenant_of(process);
+        let whole = ask.part.map_or(1, |it| it.parts);
         let room = |id: &TenantId| {
-            let own = |it: &(&AskKey, &Pending)| it.1.process == process;
+            let asks = || self.asks_of(*id).flat_map(|(_, it)| &it.parts);
             self.tenants.contains_key(id)
-                && self.asks_of(*id).count() < MAX_ASKS.1
-                && self.asks_of(*id).filter(own).count() < MAX_ASKS.0
+                && (1..=MAX_PARTS).contains(&whole)
+                && asks().count() < MAX_ASKS.1
+                && asks().filter(|it| it.0 == process).count() < MAX_ASKS.0
         };
         let Some(tenant) = tenant.filter(room) else {
             let bytes = 0;
@@ -905,16 +967,32 @@ impl Broker {
             });
         };
         self.accounting.meet_device(&ask);
-        self.asked += 1;
         let since = (self.tenants.get(&tenant)).map_or(now, |it| it.lacks_since(now));
+        let mut own = (self.asks.range_mut((tenant, 0)..=(tenant, u64::MAX))).map(|it| it.1);
+        let meets = |it: &&mut Pending| it.parts[0].1.part == ask.part && it.lacks_parts();
+        if ask.part.is_some()
+            && let Some(pending) = own.find(meets)
+        {
+            pending.parts.push((process, ask));
+            pending.tickets.push(ticket);
+            pending.since = since;
+            return;
+        }
+        self.asked += 1;
         let pending = Pending {
-            process,
-            ticket,
-            ask,
+            parts: vec![(process, ask)],
+            tickets: vec![ticket],
             since,
             trimmed: false,
         };
         self.asks.insert((tenant, self.asked), pending);
+    }
+
+    /// Refuses requests whose other parts do not come.
+    fn refuse_parts(&mut self, now: Micros, out: &mut Vec<Command>) {
+        let late = |it: &Pending| it.lacks_parts() && now >= it.since + MEET;
+        let late = self.asks.extract_if(.., |_, pending| late(pending));
+        late.for_each(|(_, it)| it.answer(&[], |_, _| false, out));
     }
 
     /// Orders all processes to give back leases that are not used.

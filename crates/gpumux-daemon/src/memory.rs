@@ -3,7 +3,7 @@
 
 use gpumux_core::{
     TenantId,
-    broker::{self, Ask, Droppable, Event, Kept, ProcessId, Reply},
+    broker::{self, Ask, Droppable, Event, Kept, Part, ProcessId, Reply},
     ledger::{Holding, Kind},
 };
 use gpumux_wire::Shim;
@@ -30,6 +30,10 @@ pub(crate) enum MoveError {
 pub(crate) fn event(session: SessionId, packet: Shim) -> Option<Event> {
     let process = ProcessId(session.0);
     let reply = |op, reply| Event::Reply(process, op, reply);
+    let kind = |pinned| match pinned {
+        true => Kind::Pinned,
+        false => Kind::Movable,
+    };
     Some(match packet {
         Shim::Ask {
             ticket,
@@ -46,10 +50,28 @@ pub(crate) fn event(session: SessionId, packet: Shim) -> Option<Event> {
                 total,
                 need,
                 want,
-                kind: match pinned {
-                    true => Kind::Pinned,
-                    false => Kind::Movable,
-                },
+                kind: kind(pinned),
+                part: None,
+            },
+        },
+        Shim::AskPart {
+            ticket,
+            device,
+            total,
+            need,
+            pinned,
+            of,
+            parts,
+        } => Event::Ask {
+            process,
+            ticket,
+            ask: Ask {
+                device,
+                total,
+                need,
+                want: need,
+                kind: kind(pinned),
+                part: Some(Part { of, parts }),
             },
         },
         Shim::Holds {

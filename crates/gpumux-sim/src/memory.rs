@@ -134,6 +134,7 @@ impl Memory {
             need: line.bytes,
             want: line.bytes,
             kind: Kind::Movable,
+            part: None,
         };
         self.later(
             now,

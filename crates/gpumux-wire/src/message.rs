@@ -21,7 +21,8 @@ pub const PROTOCOL: u32 = 7;
 /// 9: what programs are shown of a device: [`SHOWING`].
 /// 10: copies between host and device: [`COPYING`].
 /// 11: how long programs wait: [`WAITED`].
-pub const REVISION: u32 = 11;
+/// 12: requests of several processes: [`PARTS`].
+pub const REVISION: u32 = 12;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
 pub const SHARING: u32 = 4;
@@ -50,6 +51,9 @@ pub const COPYING: u32 = 10;
 
 /// The revision from which on it is counted how long a program submits nothing while it waits ([`crate::page::Waits::waited_us`]).
 pub const WAITED: u32 = 11;
+
+/// The revision from which on processes of a tenant ask for memory together ([`Shim::AskPart`]).
+pub const PARTS: u32 = 12;
 
 /// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
 pub const LEAVING: u64 = 2;
@@ -311,6 +315,23 @@ pub enum Shim {
         device: String,
         /// Bytes.
         total: u64,
+    },
+    /// From revision 12 on. As [`Shim::Ask`], for a part of a request: all parts are granted, or none.
+    AskPart {
+        /// The shim's name for the question.
+        ticket: u32,
+        /// UUID of the device, as NVML writes it.
+        device: String,
+        /// What it has, in bytes, by the driver's report.
+        total: u64,
+        /// So many bytes, at least one: 0 is the answer when nothing is granted.
+        need: u64,
+        /// The memory will not be movable.
+        pinned: bool,
+        /// The tenant's name for the request.
+        of: u64,
+        /// How many parts it has.
+        parts: u32,
     },
 }
 

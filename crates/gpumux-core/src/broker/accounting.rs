@@ -155,6 +155,18 @@ pub struct Ask {
     pub want: u64,
     /// Whether the memory can be moved.
     pub kind: Kind,
+    /// It is a part of a request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<Part>,
+}
+
+/// A request for memory of several devices or processes of one tenant is granted when there is room for all its parts, or not at all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash)]
+pub struct Part {
+    /// The tenant's name for the request.
+    pub of: u64,
+    /// How many parts it has.
+    pub parts: u32,
 }
 
 /// What of a device is never handed out: the reserve, and room for one context more. A device this small is an emulated one,
@@ -614,8 +626,28 @@ impl Accounting {
         }
     }
 
-    /// A process asks for memory.
-    pub(super) fn ask(&mut self, process: ProcessId, ask: &Ask) -> Result<u64, Denied> {
+    /// Processes of a tenant ask for memory: what each gets. Of several parts each gets what it needs.
+    ///
+    /// # Errors
+    /// When there is no room for one of them; then nothing changes.
+    pub(super) fn ask(&mut self, parts: &[(ProcessId, Ask)]) -> Result<Vec<u64>, Denied> {
+        let [(process, ask)] = parts else {
+            let before = self.clone();
+            let exact = |ask: &Ask| Ask {
+                want: ask.need,
+                ..ask.clone()
+            };
+            let given = (parts.iter()).map(|(process, ask)| self.ask_one(*process, &exact(ask)));
+            let given: Result<Vec<u64>, Denied> = given.collect();
+            if given.is_err() {
+                *self = before;
+            }
+            return given;
+        };
+        Ok(vec![self.ask_one(*process, ask)?])
+    }
+
+    fn ask_one(&mut self, process: ProcessId, ask: &Ask) -> Result<u64, Denied> {
         let never = Denied::Never {
             asked: ask.need,
             most: 0,
@@ -638,11 +670,22 @@ impl Accounting {
     }
 
     /// Why a request could never be granted as things are, however much were moved away; none if it could.
-    pub(super) fn could_ask(&self, process: ProcessId, ask: &Ask) -> Option<Denied> {
-        let tenant = self.tenant_of(process)?;
-        let mut ledger = self.devices.get(&ask.device)?.ledger.clone();
-        let denied = ledger.ask(tenant, ask.need, ask.want, ask.kind).err()?;
-        (!matches!(denied, Denied::Full { .. })).then_some(denied)
+    pub(super) fn could_ask(&self, parts: &[(ProcessId, Ask)]) -> Option<Denied> {
+        let mut sums: BTreeMap<(&str, bool), (&ProcessId, u64)> = BTreeMap::new();
+        for (process, ask) in parts {
+            let stays = ask.kind == Kind::Pinned;
+            let sum = sums.entry((&ask.device, stays)).or_insert((process, 0));
+            sum.1 = sum.1.saturating_add(ask.need);
+        }
+        let denied = sums
+            .into_iter()
+            .filter_map(|((uuid, stays), (process, need))| {
+                let tenant = self.tenant_of(*process)?;
+                let kind = if stays { Kind::Pinned } else { Kind::Movable };
+                let mut ledger = self.devices.get(uuid)?.ledger.clone();
+                ledger.ask(tenant, need, need, kind).err()
+            });
+        { denied }.find(|it| !matches!(it, Denied::Full { .. }))
     }
 
     /// A process reports all that it has. What its first report holds beyond what it was granted was there before.

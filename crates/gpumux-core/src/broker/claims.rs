@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, Order, PATIENCE,
-    PATIENCE_FOR_TURNS, Pending, Place, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM, TRIM_HEDGE,
+    ASKS_LOOKED_AT, Activity, Ask, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, Order,
+    PATIENCE, PATIENCE_FOR_TURNS, Place, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM, TRIM_HEDGE,
     TRIM_PAUSE, Tenant, TenantId,
-    model::{Age, Mutation, ProcessId, Step, Why},
+    model::{Age, Mutation, ProcessId, Round, Step, Why},
     turn,
 };
 use crate::{
@@ -119,19 +119,27 @@ impl Broker {
                 Place::Leaving(leaving) if leaving.step == Step::Quiesce => Some(&leaving.round),
                 _ => continue,
             };
-            for (key, pending) in self.asks_of(*id).take(ASKS_LOOKED_AT) {
-                if leaving.is_some_and(|it| !it.waiting.contains(&pending.process)) {
+            let whole = self.asks_of(*id).filter(|(_, it)| !it.lacks_parts());
+            for (key, pending) in whole.take(ASKS_LOOKED_AT) {
+                let answers = |it: &Round| {
+                    let mut asks = pending.parts.iter();
+                    asks.all(|(process, _)| it.waiting.contains(process))
+                };
+                if leaving.is_some_and(|it| !answers(it)) {
                     continue;
                 }
-                let entry = self.accounting.entry(*id, &pending.ask.device);
-                let with = entry.holding.all().saturating_add(pending.ask.need);
+                let needs = pending.needs();
+                let fits = |(uuid, need): (&String, &u64)| {
+                    let entry = self.accounting.entry(*id, uuid);
+                    entry.holding.all().saturating_add(*need) <= entry.share.guaranteed
+                };
                 claims.push(Claim {
                     tenant: *id,
                     ask: Some(*key),
-                    needs: BTreeMap::from([(pending.ask.device.clone(), pending.ask.need)]),
+                    entitled: needs.iter().all(fits),
+                    needs,
                     since: pending.since,
                     class: tenant.terms.class,
-                    entitled: with <= entry.share.guaranteed,
                     takes: leaving.is_none() && tenant.terms.policy == MemoryPolicy::SwapOthers,
                 });
             }
@@ -294,8 +302,8 @@ impl Broker {
             } else if tenant.place == Place::Home {
                 for uuid in self.accounting.uuids() {
                     let asks = self.asks.range((*id, 0)..=(*id, u64::MAX));
-                    let asks = asks.filter(|(_, it)| it.ask.device == *uuid);
-                    let asked = asks.fold(0, |sum: u64, (_, it)| sum.saturating_add(it.ask.need));
+                    let asked =
+                        asks.fold(0, |sum: u64, (_, it)| sum.saturating_add(it.needs_of(uuid)));
                     let all = self.accounting.entry(*id, uuid).holding.all();
                     let most = tenant.most.entry(uuid.clone()).or_default();
                     *most = all.saturating_add(asked).max(*most);
@@ -316,9 +324,6 @@ impl Broker {
         let Some(pending) = self.asks.get(&key).cloned() else {
             return true;
         };
-        let Pending {
-            process, ticket, ..
-        } = pending;
         let policy =
             (self.tenants.get(&claim.tenant)).map_or(MemoryPolicy::Fail, |it| it.terms.policy);
         let patience = match policy {
@@ -327,19 +332,17 @@ impl Broker {
             MemoryPolicy::Fail => Micros::ZERO,
         };
         let full = Denied::Full { missing: 0 };
-        let ask = &pending.ask;
-        let more = (ask.device.as_str(), ask.want.max(ask.need));
-        let stays = ask.kind == Kind::Pinned;
-        let answer = match fits && (stays || self.extend_move(process, more, out)) {
-            true => self.accounting.ask(process, ask),
-            false => Err(self
-                .accounting
-                .could_ask(process, &pending.ask)
-                .unwrap_or(full)),
+        let mut stays = |(process, ask): &(ProcessId, Ask)| {
+            let more = (ask.device.as_str(), ask.want.max(ask.need));
+            ask.kind == Kind::Pinned || self.extend_move(*process, more, out)
+        };
+        let answer = match fits && pending.parts.iter().all(&mut stays) {
+            true => self.accounting.ask(&pending.parts),
+            false => Err(self.accounting.could_ask(&pending.parts).unwrap_or(full)),
         };
         let full = matches!(answer, Err(Denied::Full { .. }));
-        let bytes = match answer {
-            Ok(bytes) => bytes,
+        let given = match answer {
+            Ok(given) => given,
             Err(_) => {
                 // Little can have come together since the last time; a limit may be met by what the asker itself does not use.
                 let lately = self.trimmed.is_some_and(|at| now < at + TRIM_PAUSE);
@@ -349,32 +352,29 @@ impl Broker {
                 if let Some(pending) = self.asks.get_mut(&key) {
                     pending.trimmed = true;
                 }
-                let uuid = &pending.ask.device;
                 let of = (!full).then_some(claim.tenant);
                 let time = match self.has(Mutation::RefuseEarly) {
                     true => TRIM_HEDGE,
                     false => TRIM,
                 };
-                if self.is_trimming(now, uuid, of, time) || (full && now < pending.since + patience)
+                let mut devices = claim.needs.keys();
+                if devices.any(|uuid| self.is_trimming(now, uuid, of, time))
+                    || (full && now < pending.since + patience)
                 {
                     return false;
                 }
-                0
+                Vec::new()
             }
         };
         self.asks.remove(&key);
         if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
             tenant.lost = None;
-            if pending.since < now && bytes > 0 && !passes {
+            if pending.since < now && given.iter().any(|it| *it > 0) && !passes {
                 // It has waited for this memory, and has a turn with it; but not a longer one while an older claim waits.
                 tenant.home_since = now;
             }
         }
-        out.push(Command::Grant {
-            process,
-            ticket,
-            bytes,
-        });
+        pending.answer(&given, |_, _| false, out);
         true
     }
 
@@ -399,6 +399,9 @@ impl Broker {
         let mut collecting = extra > 0 || !lacks.is_empty();
         let mut chosen: BTreeMap<TenantId, BTreeMap<String, u64>> = BTreeMap::new();
         let mut coming = BTreeMap::new();
+        // What is freed without a copy, and whether leases may still come back.
+        let mut freed: BTreeMap<TenantId, (String, u64)> = BTreeMap::new();
+        let mut trimming = false;
         let uuids = claim
             .needs
             .keys()
@@ -418,13 +421,15 @@ impl Broker {
             if pending
                 .is_some_and(|it| !it.trimmed || self.is_trimming(now, uuid, None, TRIM_HEDGE))
             {
+                trimming = true;
                 continue;
             }
             // What needs no copy goes before what must be copied, and before a program's help.
             let drops = self.drops(now, claim, (uuid, missing), &offers);
             if let Some(drops) = drops.filter(|_| !self.has(Mutation::CopyDroppable)) {
+                // One device of a tenant after the other.
                 for (holder, part) in drops {
-                    self.begin_drop(now, holder, uuid, part, out);
+                    freed.entry(holder).or_insert((uuid.clone(), part));
                 }
                 continue;
             }
@@ -442,6 +447,11 @@ impl Broker {
                 None => collecting = false,
             }
         }
+        chosen.retain(|victim, _| !freed.contains_key(victim));
+        if trimming {
+            chosen.clear();
+            freed.clear();
+        }
         if collecting && let Err(full) = self.reserve_host(&chosen) {
             self.host_is_full(now, claim, &chosen, full, out);
             if !self.has(Mutation::MoveInVain) {
@@ -458,6 +468,9 @@ impl Broker {
             }
         }
         if collecting {
+            for (holder, (uuid, part)) in freed {
+                self.begin_drop(now, holder, &uuid, part, out);
+            }
             for (victim, parts) in chosen {
                 self.move_away(now, victim, parts, out);
             }
@@ -686,13 +699,13 @@ impl Broker {
             return None;
         }
         // It waits for memory itself, and is served later, unless what tenants that cannot run have suffices for it.
-        let asks = || self.asks_of(id).filter(|(_, it)| it.ask.device == uuid);
-        let needs = || asks().fold(0, |sum: u64, (_, it)| sum.saturating_add(it.ask.need));
+        let asks = || self.asks_of(id).filter(|(_, it)| it.is_on(uuid));
+        let needs = || asks().fold(0, |sum: u64, (_, it)| sum.saturating_add(it.needs_of(uuid)));
         // For one that would only come back to wait for more, too, it is not idle: they would exchange their memory without end.
         let same = claim.ask.is_none()
             && asks().next().is_some()
             && !self.has(Mutation::ExchangeAmongWaiting)
-            && (self.asks_of(claim.tenant)).any(|(_, it)| it.ask.device == uuid);
+            && (self.asks_of(claim.tenant)).any(|(_, it)| it.is_on(uuid));
         let waits = || !same && !busy && !first.contains(&id) && needs() > left;
         let swap = Micros(missing / self.speed.max(1));
         let own_turn = turn(tenant.took.max(swap));

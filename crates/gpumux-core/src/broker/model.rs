@@ -136,4 +136,6 @@ pub enum Mutation {
     ExchangeAmongWaiting,
     /// Of several victims some are moved although the host has no room for all.
     MoveInVain,
+    /// Each part of a request is granted by itself.
+    PartByPart,
 }

@@ -8,6 +8,7 @@ mod host;
 mod kept;
 mod model;
 mod mutations;
+mod parts;
 mod programs;
 mod properties;
 mod requests;

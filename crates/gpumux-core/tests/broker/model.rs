@@ -11,7 +11,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
     broker::{
-        Activity, Ask, Broker, Command, Droppable, Event, Order, ProcessId, Reply, Terms, overhead,
+        Activity, Ask, Broker, Command, Droppable, Event, LOOK, MEET, Order, Part, ProcessId,
+        Reply, Terms, overhead,
     },
     ledger::{Holding, Kind, Share},
 };
@@ -21,7 +22,8 @@ use super::world::MUTATION;
 
 /// All that the broker looks back to: ten turns, and the patience of a class.
 const HORIZON: Micros = Micros::from_secs(60);
-const DEVICE: &str = "GPU-1";
+/// Rank *n* of a tenant is on device *n*.
+const DEVICES: [&str; 2] = ["GPU-1", "GPU-2"];
 const MIB: u64 = 1 << 20;
 
 /// One small world.
@@ -29,8 +31,10 @@ const MIB: u64 = 1 << 20;
 struct World {
     /// What tenants can have together, in MiB.
     room: u64,
-    /// Their classes, guarantees and sizes in MiB.
+    /// Their classes, guarantees and sizes in MiB, of each device.
     tenants: Vec<(Class, u64, u64)>,
+    /// Processes of each tenant, on a device each. Of several each asks for its part when it likes.
+    ranks: u64,
     /// Of the last one, what is free and what is cached in MiB: it needs no copy.
     droppable: (u64, u64),
     /// How often processes may refuse, be late, end, or change whether they work.
@@ -44,6 +48,12 @@ struct World {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Process {
+    tenant: TenantId,
+    device: &'static str,
+    /// What it asks for yet.
+    asks: u64,
+    /// Since when it waits for the answer.
+    asked: Option<Micros>,
     holding: Holding,
     droppable: u64,
     /// What was freed without a copy.
@@ -73,6 +83,7 @@ struct State {
 enum Action {
     /// Nothing happens until the broker wants to be woken.
     Wait,
+    Ask(u64),
     Answer(u64),
     Refuse(u64),
     Freeze(TenantId),
@@ -91,6 +102,14 @@ impl World {
         kept + self.tenants[n as usize].2 <= self.room
     }
 
+    fn capacity(&self) -> u64 {
+        (0..4).fold(self.room * MIB, |all, _| self.room * MIB + overhead(all))
+    }
+
+    fn devices(&self) -> &[&'static str] {
+        &DEVICES[..self.ranks as usize]
+    }
+
     fn terms(&self, n: u64) -> Terms {
         let (class, guaranteed, _) = self.tenants[n as usize];
         Terms {
@@ -105,10 +124,10 @@ impl World {
     }
 }
 
-fn holds(process: ProcessId, holding: Holding) -> Event {
+fn holds(process: ProcessId, device: &str, holding: Holding) -> Event {
     Event::Holds {
         process,
-        device: DEVICE.to_owned(),
+        device: device.to_owned(),
         total: 0,
         holding,
     }
@@ -117,7 +136,10 @@ fn holds(process: ProcessId, holding: Holding) -> Event {
 impl State {
     fn event(&mut self, event: Event) {
         let commands = self.broker.handle(NOW, event);
-        for command in commands {
+        let is_trim = |it: &Command| matches!(it, Command::Order(_, _, Order::Trim));
+        // A process reports what it has with what it was granted at the same time.
+        let (trims, others): (Vec<_>, Vec<_>) = commands.into_iter().partition(is_trim);
+        for command in others.into_iter().chain(trims) {
             self.carry_out(command);
         }
     }
@@ -125,15 +147,15 @@ impl State {
     fn carry_out(&mut self, command: Command) {
         match command {
             Command::Order(process, _, Order::Trim) => {
-                if let Some(holding) = self.processes.get(&process.0).map(|it| it.holding) {
-                    self.event(holds(process, holding));
+                if let Some(it) = self.processes.get(&process.0) {
+                    self.event(holds(process, it.device, it.holding));
                 }
             }
             Command::Order(_, _, Order::DropHost | Order::Resume) => {}
             Command::Order(process, op, order) => {
-                let tenant = TenantId(process.0);
+                let tenant = self.processes.get(&process.0).map(|it| it.tenant);
                 if matches!(order, Order::Out { .. } | Order::Take { .. })
-                    && !self.frozen.contains(&tenant)
+                    && !tenant.is_some_and(|it| self.frozen.contains(&it))
                 {
                     self.broken = Some(format!("{tenant:?} is moved while it runs"));
                 }
@@ -144,6 +166,7 @@ impl State {
             Command::Grant { process, bytes, .. } => {
                 if let Some(it) = self.processes.get_mut(&process.0) {
                     it.holding.movable += bytes;
+                    it.asked = None;
                 }
             }
             Command::Freeze(tenant) => {
@@ -153,11 +176,8 @@ impl State {
             Command::Thaw(tenant) => {
                 self.frozen.remove(&tenant);
                 self.freezing.remove(&tenant);
-                if self
-                    .processes
-                    .get(&tenant.0)
-                    .is_some_and(|it| it.holding.swapped > 0)
-                {
+                let mut own = self.processes.values().filter(|it| it.tenant == tenant);
+                if own.any(|it| it.holding.swapped > 0) {
                     self.broken = Some(format!("{tenant:?} runs while its memory is away"));
                 }
             }
@@ -171,15 +191,13 @@ impl State {
     }
 
     fn activity(&self) -> Event {
-        let all = self.processes.iter().map(|(id, it)| {
-            let activity = Activity {
-                busy: it.busy,
-                idle_since: it.idle_since,
-                ..Activity::default()
-            };
-            (TenantId(*id), activity)
-        });
-        Event::Activity(all.collect())
+        let mut all: BTreeMap<TenantId, Activity> = BTreeMap::new();
+        for it in self.processes.values() {
+            let activity = all.entry(it.tenant).or_default();
+            activity.busy |= it.busy;
+            activity.idle_since = activity.idle_since.max(it.idle_since);
+        }
+        Event::Activity(all.into_iter().collect())
     }
 
     /// A process does what it was ordered to.
@@ -210,7 +228,7 @@ impl State {
             }
             _ => {}
         }
-        let holding = process.holding;
+        let (device, holding) = (process.device, process.holding);
         let reply = match order {
             Order::Quiesce { .. } => Reply::Quiet(idle),
             _ => Reply::Done,
@@ -219,12 +237,37 @@ impl State {
             let (free, cached) = (process.droppable, 0);
             self.event(Event::Droppable {
                 process: ProcessId(id),
-                device: DEVICE.to_owned(),
+                device: device.to_owned(),
                 droppable: Droppable { free, cached },
             });
-            self.event(holds(ProcessId(id), holding));
+            self.event(holds(ProcessId(id), device, holding));
         }
         self.event(Event::Reply(ProcessId(id), op, reply));
+    }
+
+    /// A process asks for all that it needs.
+    fn ask(&mut self, world: &World, id: u64) {
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        let need = std::mem::take(&mut process.asks);
+        process.asked = Some(NOW);
+        let ask = Ask {
+            device: process.device.to_owned(),
+            total: world.capacity(),
+            need,
+            want: need,
+            kind: Kind::Movable,
+            part: (world.ranks > 1).then_some(Part {
+                of: 1,
+                parts: world.ranks as u32,
+            }),
+        };
+        self.event(Event::Ask {
+            process: ProcessId(id),
+            ticket: 1,
+            ask,
+        });
     }
 
     /// Everything is so much longer ago.
@@ -232,6 +275,7 @@ impl State {
         self.broker.rebase(NOW + time, HORIZON);
         for process in self.processes.values_mut() {
             process.idle_since = process.idle_since.saturating_sub(time);
+            process.asked = process.asked.map(|it| it.saturating_sub(time));
         }
         for since in self.waits.values_mut().chain(self.starves.values_mut()) {
             *since = since.saturating_sub(time);
@@ -240,24 +284,26 @@ impl State {
 
     /// Notes which tenants wait, and what is wrong.
     fn look(&mut self, world: &World) {
-        let line = &self.broker.lines()[0];
-        let resident: u64 = self
-            .processes
-            .values()
-            .map(|it| it.holding.resident())
-            .sum();
-        if resident > line.capacity - line.occupied {
-            self.broken = Some(format!(
-                "{resident} bytes of {}",
-                line.capacity - line.occupied
-            ));
+        let lines = self.broker.lines();
+        for line in &lines {
+            let own = self.processes.values().filter(|it| it.device == line.uuid);
+            let resident: u64 = own.map(|it| it.holding.resident()).sum();
+            if resident > line.capacity - line.occupied {
+                self.broken = Some(format!(
+                    "{resident} bytes of {}",
+                    line.capacity - line.occupied
+                ));
+            }
         }
+        self.look_at_parts(world);
         let standings: Vec<_> = self.broker.standings().collect();
         for (id, standing) in standings {
-            let lacks = (line.entries.iter().find(|(it, _)| *it == id))
-                .map_or(0, |(_, entry)| entry.holding.swapped);
+            let returns = lines.iter().all(|line| {
+                let entry = line.entries.iter().find(|(it, _)| *it == id);
+                entry.map_or(0, |(_, entry)| entry.holding.swapped) <= line.free
+            });
             // By what the process does, not by what the broker takes it to want.
-            let busy = self.processes.get(&id.0).is_some_and(|it| it.busy);
+            let busy = (self.processes.values()).any(|it| it.tenant == id && it.busy);
             let waits = busy && standing.swapped_out && !standing.stuck;
             let note = |map: &mut BTreeMap<TenantId, Micros>, so: bool| match so {
                 true => *map.entry(id).or_insert(NOW),
@@ -266,13 +312,36 @@ impl State {
                     NOW
                 }
             };
-            let starves = note(&mut self.starves, waits && lacks <= line.free);
+            let starves = note(&mut self.starves, waits && returns);
             if NOW.saturating_sub(starves) > Micros::from_secs(2) {
                 self.broken = Some(format!("{id:?} waits although there is room"));
             }
             let waits = note(&mut self.waits, waits);
             if NOW.saturating_sub(waits) > world.patience && world.fits(id.0) {
                 self.broken = Some(format!("{id:?} waits without end"));
+            }
+        }
+    }
+
+    /// The ranks of a tenant have their parts together, and none waits for one that has ended.
+    fn look_at_parts(&mut self, world: &World) {
+        for n in 0..world.tenants.len() as u64 {
+            let own = (self.processes.values()).filter(|it| it.tenant == TenantId(n));
+            let own: Vec<&Process> = own.collect();
+            let all = own.iter().map(|it| it.holding.all() + it.dropped);
+            let (least, most) = (all.clone().min(), all.max());
+            let whole = own.len() as u64 == world.ranks;
+            if least != most && whole {
+                self.broken = Some(format!("one rank has {least:?}, another {most:?}"));
+            }
+            let asked = own.iter().filter_map(|it| it.asked).min();
+            let all_ask = own.iter().all(|it| it.asks == 0);
+            let waited = asked.map_or(Micros::ZERO, |since| NOW.saturating_sub(since));
+            if waited > MEET + LOOK && !whole {
+                self.broken = Some("a rank waits for one that has ended".into());
+            }
+            if waited > world.patience && all_ask && world.fits(n) {
+                self.broken = Some(format!("the request of {n} waits without end"));
             }
         }
     }
@@ -283,7 +352,6 @@ impl Model for World {
     type Action = Action;
 
     fn init_states(&self) -> Vec<State> {
-        let capacity = (0..4).fold(self.room * MIB, |all, _| self.room * MIB + overhead(all));
         let mut state = State {
             broker: match MUTATION.get() {
                 Some(mutation) => Broker::new(u64::MAX).mutated(mutation),
@@ -300,13 +368,23 @@ impl Model for World {
             toggles: self.toggles,
             broken: None,
         };
-        state.event(Event::Device {
-            uuid: DEVICE.to_owned(),
-            capacity,
-            used: 0,
-        });
+        for uuid in self.devices() {
+            state.event(Event::Device {
+                uuid: (*uuid).to_owned(),
+                capacity: self.capacity(),
+                used: 0,
+            });
+        }
         for n in 0..self.tenants.len() as u64 {
+            state.event(Event::Tenant(TenantId(n), self.terms(n)));
+        }
+        for id in 0..self.tenants.len() as u64 * self.ranks {
+            let n = id / self.ranks;
             let process = Process {
+                tenant: TenantId(n),
+                device: DEVICES[(id % self.ranks) as usize],
+                asks: self.tenants[n as usize].2 * MIB,
+                asked: None,
                 holding: Holding::default(),
                 droppable: 0,
                 dropped: 0,
@@ -314,35 +392,29 @@ impl Model for World {
                 idle_since: NOW,
                 pending: None,
             };
-            state.processes.insert(n, process);
-            state.event(Event::Tenant(TenantId(n), self.terms(n)));
-            state.event(Event::Joined(ProcessId(n), TenantId(n)));
+            state.processes.insert(id, process);
+            state.event(Event::Joined(ProcessId(id), TenantId(n)));
         }
         let activity = state.activity();
         state.event(activity);
         let (free, cached) = (self.droppable.0 * MIB, self.droppable.1 * MIB);
         let last = self.tenants.len() as u64 - 1;
-        if let Some(process) = state.processes.get_mut(&last) {
-            process.droppable = free + cached;
-        }
-        state.event(Event::Droppable {
-            process: ProcessId(last),
-            device: DEVICE.to_owned(),
-            droppable: Droppable { free, cached },
-        });
-        // All at the same moment; an owner of a guarantee after the tenants that borrow from it.
-        for (n, (_, _, size)) in self.tenants.iter().enumerate().rev() {
-            state.event(Event::Ask {
-                process: ProcessId(n as u64),
-                ticket: 1,
-                ask: Ask {
-                    device: DEVICE.to_owned(),
-                    total: capacity,
-                    need: size * MIB,
-                    want: size * MIB,
-                    kind: Kind::Movable,
-                },
+        for (rank, device) in self.devices().iter().enumerate() {
+            let last = last * self.ranks + rank as u64;
+            if let Some(process) = state.processes.get_mut(&last) {
+                process.droppable = free + cached;
+            }
+            state.event(Event::Droppable {
+                process: ProcessId(last),
+                device: (*device).to_owned(),
+                droppable: Droppable { free, cached },
             });
+        }
+        // All at the same moment; an owner of a guarantee after the tenants that borrow from it.
+        if self.ranks == 1 {
+            for id in (0..self.tenants.len() as u64).rev() {
+                state.ask(self, id);
+            }
         }
         vec![state]
     }
@@ -356,6 +428,10 @@ impl Model for World {
                 if state.refusals > 0 {
                     actions.push(Action::Refuse(*id));
                 }
+            }
+            if process.asks > 0 {
+                prompt = true;
+                actions.push(Action::Ask(*id));
             }
             if state.toggles > 0 {
                 actions.push(Action::Toggle(*id));
@@ -379,9 +455,8 @@ impl Model for World {
         match action {
             Action::Wait => {
                 let at = state.broker.next_wakeup()?;
-                if state.processes.values().any(|it| it.pending.is_some())
-                    || !state.freezing.is_empty()
-                {
+                let late = |it: &Process| it.pending.is_some() || it.asks > 0;
+                if state.processes.values().any(late) || !state.freezing.is_empty() {
                     state.lateness -= 1;
                 }
                 state.pass(at.saturating_sub(NOW).max(Micros(1000)));
@@ -389,6 +464,7 @@ impl Model for World {
                 state.event(activity);
                 state.event(Event::Tick);
             }
+            Action::Ask(id) => state.ask(self, id),
             Action::Answer(id) => state.answer(id),
             Action::Refuse(id) => {
                 state.refusals -= 1;
@@ -410,9 +486,11 @@ impl Model for World {
             }
             Action::Die(id) => {
                 state.deaths -= 1;
-                state.processes.remove(&id)?;
-                state.waits.remove(&TenantId(id));
-                state.starves.remove(&TenantId(id));
+                let tenant = state.processes.remove(&id)?.tenant;
+                if !state.processes.values().any(|it| it.tenant == tenant) {
+                    state.waits.remove(&tenant);
+                    state.starves.remove(&tenant);
+                }
                 state.event(Event::Left(ProcessId(id)));
             }
         }
@@ -431,10 +509,11 @@ impl Model for World {
                 (state.refusals, state.lateness, state.deaths) == (0, 0, 0)
             }),
             Property::sometimes("all were home", |world, state: &State| {
-                let has = |(id, it): (&u64, &Process)| {
-                    it.holding.all() + it.dropped == world.tenants[*id as usize].2 * MIB
+                let has = |it: &Process| {
+                    it.holding.all() + it.dropped == world.tenants[it.tenant.0 as usize].2 * MIB
                 };
-                state.processes.len() == world.tenants.len() && state.processes.iter().all(has)
+                let all = world.tenants.len() * world.ranks as usize;
+                state.processes.len() == all && state.processes.values().all(has)
             }),
         ]
     }

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use gpumux_core::broker::Mutation;
 
 use super::{
-    elastic, ends, faults, host, model, programs, restarts, sessions, turns, world::MUTATION,
+    elastic, ends, faults, host, model, parts, programs, restarts, sessions, turns, world::MUTATION,
 };
 
 /// Whether a test fails while brokers have this fault.
@@ -18,7 +18,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 26] = [
+    let all: [(Mutation, fn()); 28] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -99,6 +99,14 @@ fn every_known_fault_is_found() {
         (
             Mutation::MoveInVain,
             host::full_host_moves_no_tenant_for_a_claim,
+        ),
+        (
+            Mutation::PartByPart,
+            parts::ranks_have_memory_together_or_not_at_all,
+        ),
+        (
+            Mutation::PartByPart,
+            model::every_order::ranks_have_their_parts_together_in_every_order,
         ),
         (
             Mutation::SessionBeginsAnew,

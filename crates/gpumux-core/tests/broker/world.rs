@@ -250,6 +250,7 @@ impl World {
             need: bytes,
             want: bytes,
             kind: Kind::Movable,
+            part: None,
         };
         self.event(Event::Ask {
             process,

@@ -30,7 +30,7 @@ use crate::{
         block::{Block, Departed, Elastic},
         granules::{CACHED, FREE, IN_USE, OUT, Table, is_settable},
         ranges,
-        space::{self, Space, with},
+        space::{self, Part, Space, with},
         vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
     },
     work,
@@ -84,7 +84,7 @@ fn new(device: c_int, bytes: u64, granule: u64, until: Instant) -> Result<Table,
     }
     let context = own_context(device)?;
     let left = until.saturating_duration_since(Instant::now());
-    if !space::take_within(left, device, granule, true) {
+    if !space::take_within(left, device, granule, true, None) {
         return Err(FULL);
     }
     let made = attempt::make(Some(until), || {
@@ -155,8 +155,8 @@ fn runs(indices: &[usize]) -> Vec<std::ops::Range<usize>> {
     runs
 }
 
-/// `gpumux_commit`
-fn commit(address: u64, first: u64, count: u64, wait: Duration) -> c_int {
+/// `gpumux_commit`, `gpumux_commit_part`
+fn commit(address: u64, (first, count): (u64, u64), wait: Duration, of: Option<Part>) -> c_int {
     let Some((table, range)) = part(address, first, count) else {
         return UNKNOWN;
     };
@@ -164,11 +164,14 @@ fn commit(address: u64, first: u64, count: u64, wait: Duration) -> c_int {
         return UNKNOWN;
     };
     let deadline = Instant::now() + wait;
+    let mut asks = of;
     let committed = attempt::in_time(Some(deadline), || {
         let lacking = range.clone().filter(|it| table.state(*it) == OUT).count() as u64;
         let need = lacking * table.granule();
         let left = deadline.saturating_duration_since(Instant::now());
-        if need > 0 && !space::take_within(left, device, need, stays) {
+        // What the driver had not is asked for again without the others, which have their parts.
+        let part = asks.take();
+        if (need > 0 || part.is_some()) && !space::take_within(left, device, need, stays, part) {
             return Err(Refused::ByAccounting);
         }
         let mut made = 0;
@@ -185,7 +188,8 @@ fn commit(address: u64, first: u64, count: u64, wait: Duration) -> c_int {
     });
     match committed {
         Ok(answer) => answer,
-        Err(Refused::ByAccounting) if Instant::now() < deadline => FULL,
+        // That of another part may be only for now.
+        Err(Refused::ByAccounting) if Instant::now() < deadline && of.is_none() => FULL,
         Err(refused) => answer(refused.error()),
     }
 }
@@ -247,7 +251,7 @@ fn segment(device: c_int, bytes: u64) -> Option<u64> {
         let table = new(device, bytes, granule, until).ok()?;
         let (address, count) = (table.address(), table.granules() as u64);
         let left = until.saturating_duration_since(Instant::now());
-        let made = commit(address, 0, count, left) == DONE;
+        let made = commit(address, (0, count), left, None) == DONE;
         if !made {
             let _ = allocate::free(address, || OUT_OF_MEMORY);
         }
@@ -381,7 +385,23 @@ extern "C" fn gpumux_segment(bytes: i64, device: c_int, _stream: *mut c_void) ->
 #[unsafe(no_mangle)]
 extern "C" fn gpumux_commit(address: u64, first: u64, count: u64, wait_ms: c_uint) -> c_int {
     let wait = Duration::from_millis(wait_ms.into());
-    guarded(REFUSED, || commit(address, first, count, wait))
+    guarded(REFUSED, || commit(address, (first, count), wait, None))
+}
+
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_commit_part(
+    address: u64,
+    first: u64,
+    count: u64,
+    wait_ms: c_uint,
+    of: u64,
+    parts: c_uint,
+) -> c_int {
+    let wait = Duration::from_millis(wait_ms.into());
+    guarded(REFUSED, || {
+        commit(address, (first, count), wait, Some((of, parts)))
+    })
 }
 
 /// See `include/gpumux.h`.

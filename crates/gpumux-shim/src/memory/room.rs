@@ -76,7 +76,7 @@ fn with_room(
     let most = CONTEXT.min(total / 8);
     let mut room = first.min(most);
     let made = in_time(None, || {
-        if !take_within(wait, device, room, false) {
+        if !take_within(wait, device, room, false, None) {
             return Err(Refused::ByAccounting);
         }
         let made = attempt::make(None, || match call() {

@@ -15,7 +15,10 @@ use std::{
     time::Duration,
 };
 
-use gpumux_wire::{Shim, message::SHOWING};
+use gpumux_wire::{
+    Shim,
+    message::{PARTS, SHOWING},
+};
 
 use crate::{
     ground::{
@@ -270,11 +273,21 @@ impl Device {
 
 /// Takes so much from the lease, which grows if it must. Not inside the gate: this may wait for others to be moved.
 pub(crate) fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
-    take_within(lease::ANSWER, device, bytes, pinned)
+    take_within(lease::ANSWER, device, bytes, pinned, None)
 }
 
-/// The same, waited for no longer than this.
-pub(crate) fn take_within(wait: Duration, device: c_int, bytes: u64, pinned: bool) -> bool {
+/// A request that processes of the tenant make together: its name, and how many parts it has.
+pub(crate) type Part = (u64, u32);
+
+/// The same, waited for no longer than this. A part of a request is granted with the others or not at all, also where the lease has room.
+pub(crate) fn take_within(
+    wait: Duration,
+    device: c_int,
+    bytes: u64,
+    pinned: bool,
+    part: Option<Part>,
+) -> bool {
+    let part = part.filter(|_| lease::knows(PARTS));
     // What is there is taken at once, so that no thread gives it back while more is requested.
     let found = with(|space| {
         let known = space.devices.get_mut(&device)?;
@@ -286,7 +299,8 @@ pub(crate) fn take_within(wait: Duration, device: c_int, bytes: u64, pinned: boo
     let Some((pocket, uuid, total, told)) = found else {
         return true;
     };
-    let need = bytes - pocket;
+    // Of nothing, too: the others' parts depend on it.
+    let need = (bytes - pocket).max(part.is_some().into());
     if need == 0 {
         return true;
     }
@@ -301,16 +315,27 @@ pub(crate) fn take_within(wait: Duration, device: c_int, bytes: u64, pinned: boo
                 known.movable.used = known.movable.used.saturating_sub(pocket);
             }
         });
-        return take_within(wait, device, bytes, pinned);
+        return take_within(wait, device, bytes, pinned, part);
     }
     caches::look();
-    let ask = |ticket| Shim::Ask {
-        ticket,
-        device: uuid,
-        total,
-        need,
-        want: need.saturating_add(batch(total)),
-        pinned,
+    let ask = |ticket| match part {
+        None => Shim::Ask {
+            ticket,
+            device: uuid,
+            total,
+            need,
+            want: need.saturating_add(batch(total)),
+            pinned,
+        },
+        Some((of, parts)) => Shim::AskPart {
+            ticket,
+            device: uuid,
+            total,
+            need,
+            pinned,
+            of,
+            parts,
+        },
     };
     // When no daemon manages this process, it grants itself what it needs.
     let given = lease::ask_within(wait, ask).map_or(need, |(bytes, _)| bytes);
@@ -322,7 +347,7 @@ pub(crate) fn take_within(wait: Duration, device: c_int, bytes: u64, pinned: boo
         lease.granted += given;
         let enough = given >= need;
         match enough {
-            true => lease.used += need,
+            true => lease.used += bytes - pocket,
             false => lease.used -= pocket.min(lease.used),
         }
         // What was said meanwhile was without this.

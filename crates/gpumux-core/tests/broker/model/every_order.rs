@@ -8,6 +8,7 @@ fn two(tenants: &[(Class, u64, u64)]) -> World {
     World {
         room: 100,
         tenants: tenants.to_vec(),
+        ranks: 1,
         droppable: (0, 0),
         refusals: 0,
         lateness: 0,
@@ -118,4 +119,23 @@ fn three_tenants_in_every_order_with_a_failure() {
     let worlds = ONE.map(|failures| with_failures(&world, failures, 40));
     let all: usize = worlds.iter().sum();
     println!("covered: three tenants, 4 worlds: {all} states");
+}
+
+/// Two ranks of each tenant, on two devices. They ask in every order, and end before, between and after.
+#[test]
+pub(crate) fn ranks_have_their_parts_together_in_every_order() {
+    let both = vec![(Class::Batch, 0, 40), (Class::Batch, 0, 40)];
+    let owner = vec![(Class::Latency, 50, 50), (Class::Batch, 0, 79)];
+    let worlds = [(&EQUAL.to_vec(), 0), (&both, 1), (&owner, 0)];
+    let mut all = 0;
+    for (tenants, deaths) in worlds {
+        let world = World {
+            ranks: 2,
+            ..two(tenants)
+        };
+        let states = with_failures(&world, (0, 0, deaths, 0), 20);
+        all += states;
+    }
+    println!("covered: two ranks of two tenants, 3 worlds: {all} states");
+    assert!(all > 1000);
 }

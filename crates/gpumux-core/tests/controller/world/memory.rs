@@ -31,6 +31,7 @@ impl World {
             need: bytes,
             want: bytes,
             kind: Kind::Movable,
+            part: None,
         };
         self.memory(broker::Event::Ask {
             process: ProcessId(id),

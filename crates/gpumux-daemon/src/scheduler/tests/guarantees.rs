@@ -184,6 +184,7 @@ fn confined_tenant_on_another_device_is_refused() {
                 need: 1 << 30,
                 want: 1 << 30,
                 kind: Kind::Movable,
+                part: None,
             },
         });
     }

@@ -1,0 +1,372 @@
+//! Requests of several parts: ranks of one engine, each on a device of its own, have memory together or not at all.
+
+use std::collections::BTreeMap;
+
+use gpumux_core::{
+    Class, MemoryPolicy, Micros, TenantId,
+    broker::{
+        Activity, Ask, Broker, Command, Droppable, Event, MEET, Order, Part, ProcessId, Terms,
+    },
+    ledger::{Holding, Kind, Share},
+};
+use proptest::prelude::*;
+
+use super::world::{GIB, MUTATION};
+
+const DEVICES: [&str; 2] = ["GPU-1", "GPU-2"];
+const CAPACITY: u64 = 20 * GIB;
+const RANKS: u64 = 2;
+
+/// Tenants that wait for room, and move no other. Rank *r* of tenant *t* is process 2*t* + *r*, on device *r*.
+struct Node {
+    now: Micros,
+    broker: Broker,
+    /// What each process was answered, by its name for the part.
+    answers: BTreeMap<(u64, u32), u64>,
+    holds: BTreeMap<u64, u64>,
+    /// Processes that were to close their gates.
+    closed: Vec<u64>,
+}
+
+impl Node {
+    fn new(tenants: u64, policy: MemoryPolicy) -> Self {
+        let broker = Broker::new(u64::MAX);
+        let mut node = Self {
+            now: Micros::from_secs(1000),
+            broker: match MUTATION.get() {
+                Some(mutation) => broker.mutated(mutation),
+                None => broker,
+            },
+            answers: BTreeMap::new(),
+            holds: BTreeMap::new(),
+            closed: Vec::new(),
+        };
+        for uuid in DEVICES {
+            node.event(Event::Device {
+                uuid: uuid.into(),
+                capacity: CAPACITY,
+                used: 0,
+            });
+        }
+        for t in 0..tenants {
+            let terms = Terms {
+                class: Class::Standard,
+                share: Share {
+                    guaranteed: 0,
+                    limit: u64::MAX,
+                },
+                policy,
+                sleep_after: None,
+            };
+            node.event(Event::Tenant(TenantId(t), terms));
+            (0..RANKS).for_each(|rank| node.join(t * RANKS + rank));
+        }
+        node
+    }
+
+    fn join(&mut self, process: u64) {
+        self.holds.insert(process, 0);
+        self.event(Event::Joined(ProcessId(process), TenantId(process / RANKS)));
+    }
+
+    fn event(&mut self, event: Event) {
+        for command in self.broker.handle(self.now, event) {
+            match command {
+                Command::Grant {
+                    process,
+                    ticket,
+                    bytes,
+                } => {
+                    let other = self.answers.insert((process.0, ticket), bytes);
+                    assert_eq!(other, None, "answered twice");
+                    if let Some(holds) = self.holds.get_mut(&process.0) {
+                        *holds += bytes;
+                    }
+                }
+                Command::Order(process, _, Order::Trim) => self.report(process.0),
+                Command::Order(process, _, Order::Quiesce { .. }) => self.closed.push(process.0),
+                _ => {}
+            }
+        }
+        for (uuid, rank) in DEVICES.iter().zip(0..) {
+            let own = self.holds.iter().filter(|(id, _)| *id % RANKS == rank);
+            let held: u64 = own.map(|(_, bytes)| bytes).sum();
+            let lines = self.broker.lines();
+            let line = lines.iter().find(|it| it.uuid == *uuid);
+            let room = line.map_or(u64::MAX, |it| it.capacity - it.occupied);
+            assert!(held <= room, "{held} bytes of {room} on {uuid}");
+        }
+    }
+
+    fn report(&mut self, process: u64) {
+        let movable = self.holds.get(&process).copied().unwrap_or(0);
+        self.event(Event::Holds {
+            process: ProcessId(process),
+            device: DEVICES[(process % RANKS) as usize].into(),
+            total: CAPACITY,
+            holding: Holding {
+                movable,
+                ..Holding::default()
+            },
+        });
+    }
+
+    /// A rank asks for its part of the request of this name, which is its name for the part, too.
+    fn ask(&mut self, process: u64, of: u32, gib: u64) {
+        let ask = Ask {
+            device: DEVICES[(process % RANKS) as usize].into(),
+            total: CAPACITY,
+            need: gib * GIB,
+            want: (gib + 1) * GIB,
+            kind: Kind::Movable,
+            part: Some(Part {
+                of: of.into(),
+                parts: RANKS as u32,
+            }),
+        };
+        self.event(Event::Ask {
+            process: ProcessId(process),
+            ticket: of,
+            ask,
+        });
+    }
+
+    fn both(&mut self, tenant: u64, of: u32, gib: u64) {
+        (0..RANKS).for_each(|rank| self.ask(tenant * RANKS + rank, of, gib));
+    }
+
+    /// It has only so much from now on.
+    fn keep(&mut self, process: u64, gib: u64) {
+        self.holds.insert(process, gib * GIB);
+        self.report(process);
+    }
+
+    fn end(&mut self, process: u64) {
+        self.holds.remove(&process);
+        self.event(Event::Left(ProcessId(process)));
+    }
+
+    fn run_for(&mut self, time: Micros) {
+        let end = self.now + time;
+        while let Some(at) = self.broker.next_wakeup().filter(|at| *at <= end) {
+            self.now = self.now.max(at);
+            self.event(Event::Tick);
+        }
+        self.now = end;
+    }
+
+    fn answered(&self, tenant: u64, of: u32) -> [Option<u64>; RANKS as usize] {
+        [0, 1].map(|rank| {
+            let answer = self.answers.get(&(tenant * RANKS + rank, of));
+            answer.map(|bytes| bytes / GIB)
+        })
+    }
+}
+
+/// The second device has no room: the rank on the first one gets nothing either, and both get it when there is.
+#[test]
+pub(crate) fn ranks_have_memory_together_or_not_at_all() {
+    let mut node = Node::new(2, MemoryPolicy::Wait);
+    node.both(1, 1, 1);
+    node.ask(2, 2, 1);
+    node.ask(3, 2, 15);
+    node.both(0, 1, 10);
+    node.run_for(Micros::from_secs(1));
+    assert_eq!(node.answered(0, 1), [None, None]);
+    assert_eq!(node.answered(1, 2), [Some(1), Some(15)]);
+    node.keep(3, 1);
+    node.run_for(Micros::from_secs(1));
+    assert_eq!(node.answered(0, 1), [Some(10), Some(10)], "no more either");
+}
+
+/// Two engines ask for most of both devices, in orders in which each would have a half and wait for the other.
+#[test]
+fn two_requests_do_not_wait_for_each_other() {
+    let mut node = Node::new(2, MemoryPolicy::Wait);
+    for process in [0, 3, 1, 2] {
+        node.ask(process, 1, 12);
+    }
+    node.run_for(Micros::from_secs(1));
+    assert_eq!(
+        node.answered(0, 1),
+        [Some(12), Some(12)],
+        "it was whole first"
+    );
+    assert_eq!(node.answered(1, 1), [None, None]);
+    node.keep(0, 0);
+    node.keep(1, 0);
+    node.run_for(Micros::from_secs(1));
+    assert_eq!(node.answered(1, 1), [Some(12), Some(12)]);
+}
+
+#[test]
+fn request_is_refused_to_all_when_a_rank_ends_or_withdraws() {
+    for withdraws in [false, true] {
+        let mut node = Node::new(2, MemoryPolicy::Wait);
+        node.both(1, 1, 15);
+        node.both(0, 1, 10);
+        assert_eq!(node.answered(0, 1), [None, None], "it waits");
+        match withdraws {
+            true => node.event(Event::Cancel(ProcessId(1), 1)),
+            false => node.end(1),
+        }
+        assert_eq!(node.answered(0, 1), [Some(0), None]);
+    }
+}
+
+#[test]
+fn part_is_refused_when_the_others_do_not_come() {
+    let mut node = Node::new(1, MemoryPolicy::Fail);
+    node.ask(0, 1, 1);
+    node.run_for(MEET.saturating_sub(Micros(1)));
+    assert_eq!(node.answered(0, 1), [None, None]);
+    node.run_for(Micros(1));
+    assert_eq!(node.answered(0, 1), [Some(0), None]);
+    // The other is late, and has a partner only in the next request.
+    node.ask(1, 1, 1);
+    node.both(0, 2, 1);
+    assert_eq!(node.answered(0, 2), [Some(1), Some(1)]);
+    node.run_for(MEET);
+    assert_eq!(node.answered(0, 1), [Some(0), Some(0)]);
+}
+
+/// Parts of one process on one device count together, and the one that is left is answered when the other is withdrawn.
+#[test]
+fn parts_on_one_device_are_added() {
+    for taken in [1, 10] {
+        let mut node = Node::new(2, MemoryPolicy::Wait);
+        node.both(1, 1, taken);
+        for ticket in [1, 2] {
+            let ask = Ask {
+                device: DEVICES[0].into(),
+                total: CAPACITY,
+                need: 8 * GIB,
+                want: 8 * GIB,
+                kind: Kind::Movable,
+                part: Some(Part { of: 1, parts: 2 }),
+            };
+            node.event(Event::Ask {
+                process: ProcessId(0),
+                ticket,
+                ask,
+            });
+        }
+        node.run_for(Micros::from_secs(2));
+        node.event(Event::Cancel(ProcessId(0), 1));
+        let own = node.answers.range((0, 0)..(1, 0));
+        let own: Vec<(u32, u64)> = own.map(|((_, of), bytes)| (*of, *bytes)).collect();
+        match taken {
+            1 => assert_eq!(own, [(1, 8 * GIB), (2, 8 * GIB)]),
+            _ => assert_eq!(own, [(2, 0)]),
+        }
+    }
+}
+
+/// Free granules of one device are left where they are while those of the other do not suffice.
+#[test]
+fn nothing_is_freed_on_one_device_in_vain() {
+    let mut node = Node::new(2, MemoryPolicy::SwapOthers);
+    node.both(1, 1, 15);
+    let member = Activity {
+        in_group: true,
+        ..Activity::default()
+    };
+    node.event(Event::Activity(vec![(TenantId(1), member)]));
+    let free = |process: u64, gib: u64| Event::Droppable {
+        process: ProcessId(process),
+        device: DEVICES[(process % RANKS) as usize].into(),
+        droppable: Droppable {
+            free: gib * GIB,
+            cached: 0,
+        },
+    };
+    node.event(free(2, 10));
+    node.both(0, 1, 10);
+    node.run_for(Micros::from_secs(1));
+    assert!(node.closed.is_empty(), "the other has none");
+    node.event(free(3, 10));
+    node.run_for(Micros::from_secs(1));
+    assert_eq!(node.closed, [2], "one after the other");
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// A rank asks for its part of the tenant's next request that it has not asked for.
+    Ask(u64),
+    Cancel(u64),
+    Keep(u64, u64),
+    /// It ends, and another begins in its place.
+    Kill(u64),
+    Pass(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let process = 0..3 * RANKS;
+    prop_oneof![
+        6 => process.clone().prop_map(Step::Ask),
+        1 => process.clone().prop_map(Step::Cancel),
+        3 => (process.clone(), 0..8u64).prop_map(|(id, gib)| Step::Keep(id, gib)),
+        1 => process.prop_map(Step::Kill),
+        3 => (1..3_000u64).prop_map(Step::Pass),
+    ]
+}
+
+proptest! {
+    /// Whatever ranks do, both parts of a request are granted or none, and each is answered.
+    #[test]
+    fn parts_are_granted_together_whatever_happens(
+        sizes in proptest::collection::vec(1..14u64, 6),
+        steps in proptest::collection::vec(step(), 1..60),
+    ) {
+        let mut node = Node::new(3, MemoryPolicy::Wait);
+        let mut next = [1u32; 6];
+        // Whose answers do not count: they were withdrawn, or the process has ended.
+        let mut gone = BTreeMap::new();
+        for step in steps {
+            match step {
+                Step::Ask(id) => {
+                    let of = next[id as usize];
+                    next[id as usize] += 1;
+                    node.ask(id, of, sizes[id as usize]);
+                }
+                Step::Cancel(id) => {
+                    let of = next[id as usize] - 1;
+                    if !node.answers.contains_key(&(id, of)) {
+                        gone.insert((id, of), ());
+                        node.event(Event::Cancel(ProcessId(id), of));
+                    }
+                }
+                Step::Keep(id, gib) => {
+                    let has = node.holds[&id] / GIB;
+                    node.keep(id, has.min(gib));
+                }
+                Step::Kill(id) => {
+                    for of in 1..next[id as usize] {
+                        if !node.answers.contains_key(&(id, of)) {
+                            gone.insert((id, of), ());
+                        }
+                    }
+                    node.end(id);
+                    node.join(id);
+                }
+                Step::Pass(ms) => node.run_for(Micros::from_millis(ms)),
+            }
+            for t in 0..3 {
+                for of in 1..60 {
+                    let both = node.answered(t, of);
+                    let granted = |it: &Option<u64>| it.is_some_and(|gib| gib > 0);
+                    let some = both.iter().any(granted);
+                    prop_assert!(!some || both.iter().all(granted), "{both:?} of {t}'s {of}");
+                }
+            }
+        }
+        node.run_for(Micros::from_secs(70));
+        for id in 0..6 {
+            for of in 1..next[id as usize] {
+                let answered = node.answers.contains_key(&(id, of));
+                let withdrawn = gone.contains_key(&(id, of));
+                prop_assert!(answered != withdrawn, "request {of} of process {id}");
+            }
+        }
+    }
+}
