@@ -33,6 +33,9 @@ pub struct Memory {
     at: Option<Micros>,
     /// Which of the rotating domains runs, or did last.
     pub(super) owner: Option<Owner>,
+    /// Timeslices keep the shares of some, roughly: of what they leave owed, no more than this counts.
+    #[serde(default)]
+    most: Option<f64>,
     users: Vec<Branch<UserId>>,
     tenants: Vec<Branch<TenantId>>,
     /// In the order of the last snapshot.
@@ -209,6 +212,11 @@ impl Memory {
         }
         let elapsed = self.at.map_or(0, |at| now.saturating_sub(at).0) as f64;
         self.at = self.at.max(Some(now));
+        // Only as time passes: a second plan of one moment would level what the first one cut.
+        if let Some(most) = self.most {
+            self.nodes()
+                .for_each(|node| node.lag = node.lag.clamp(-most, most));
+        }
         let mut delivered = 0.0;
         let mut users = vec![0.0; self.users.len()];
         let mut tenants = vec![0.0; self.tenants.len()];
@@ -269,7 +277,7 @@ impl Memory {
             return true;
         }
         let before = std::mem::take(self);
-        (self.at, self.owner) = (before.at, before.owner);
+        (self.at, self.owner, self.most) = (before.at, before.owner, before.most);
         (self.together, self.look, self.looked) = (before.together, before.look, before.looked);
         for domain in &snapshot.domains {
             let user = snapshot.user_of(domain.tenant);
@@ -340,6 +348,7 @@ impl Memory {
             track.node.take(&next, whole, now, most);
         }
         self.level();
+        self.most = None;
         for track in &mut self.domains {
             let tenant = self.tenants[track.parent];
             let user = self.users[tenant.parent].node;
@@ -412,8 +421,7 @@ impl Memory {
         for track in &mut self.domains {
             track.lag = track.lag.clamp(-most, most);
         }
-        self.nodes()
-            .for_each(|node| node.lag = node.lag.clamp(-most, most));
+        self.most = Some(most);
     }
 
     /// Forgets what each domain is owed: timeslices alone keep the shares.

@@ -105,7 +105,6 @@ fn bounds(policy: &dyn Policy, kinds: &[Kind]) -> Vec<Bound> {
 fn play(policy: Box<dyn Policy>, kinds: &[Kind]) -> Played {
     let bounds = bounds(&*policy, kinds);
     let mut world = World::new(policy);
-    world.checked = false;
     for it in kinds {
         world.arrive(UserId(it.user), it.spec.clone(), Demand::Busy);
     }
@@ -289,6 +288,33 @@ fn users_total_does_not_change_by_splitting() {
     });
     let pieces = pieces.get();
     println!("covered: {count} mixes in which a tenant is split, into {pieces} in all");
+}
+
+/// Timeslices keep the shares of two latency tenants, roughly. What that leaves owed was cut in each plan, and leveled in the next one of
+/// the same moment, which gave the quantum to another.
+#[test]
+fn what_timeslices_leave_owed_is_cut_once() {
+    let tenant = |class, guaranteed, weight, pauses| Kind {
+        user: 0,
+        spec: TenantSpec {
+            class,
+            guaranteed,
+            weight,
+            ..TenantSpec::default()
+        },
+        pauses,
+    };
+    for weight in [1.0, 7.067366259291718] {
+        // `World::plan` checks every plan on the way.
+        let kinds = [
+            tenant(Class::Standard, 0.0, weight, None),
+            tenant(Class::Standard, 0.3759499578489575, 1.0, None),
+            tenant(Class::Standard, 0.1783307236584573, 1.0, None),
+            tenant(Class::Latency, 0.0, 1.0, None),
+            tenant(Class::Latency, 0.0, 1.0, Some((149, 77))),
+        ];
+        play(policy("priority"), &kinds);
+    }
 }
 
 /// A policy that takes tenants for what they are not.
