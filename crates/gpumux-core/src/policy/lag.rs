@@ -106,8 +106,14 @@ pub(super) struct Track {
     pub(super) used: f64,
     /// When it last became the owner.
     pub(super) since: Micros,
-    /// A latency domain that ran so far ahead that it must wait until it is level.
+    /// It ran so far ahead, of its share or of its limit, that it must wait until it is level.
     pub(super) exhausted: bool,
+    /// The largest share that it may receive, where timeslices keep the shares; all, where turns do.
+    #[serde(default)]
+    pub(super) ceiling: f64,
+    /// By how much it received more, in µs.
+    #[serde(default)]
+    pub(super) over: f64,
     /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
     #[serde(default)]
     busy_part: f64,
@@ -140,6 +146,8 @@ pub(crate) enum Wait {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entitled {
     pub(super) share: f64,
+    /// See [`Track::ceiling`].
+    pub(super) ceiling: f64,
     /// Its share is one of those that sum to 1: see [`Memory::counted`].
     pub(super) counts: bool,
     pub(super) wants: bool,
@@ -250,6 +258,7 @@ impl Memory {
             let parent = tenants[track.parent];
             let works = self.tenants[track.parent].node.wants;
             track.node.charge((parent, works), *got, elapsed, now);
+            track.over = (track.over + got - track.ceiling * delivered).max(0.0);
         }
         for (tenant, got) in self.tenants.iter_mut().zip(&tenants) {
             let parent = users[tenant.parent];
@@ -346,6 +355,7 @@ impl Memory {
             let whole = tenants[track.parent].share;
             track.see(it.busy, now, window(self.look, track.id));
             track.node.take(&next, whole, now, most);
+            track.ceiling = it.ceiling;
         }
         self.level();
         self.most = None;
@@ -424,11 +434,11 @@ impl Memory {
         self.most = Some(most);
     }
 
-    /// Forgets what each domain is owed: timeslices alone keep the shares.
+    /// Forgets what each domain is owed: timeslices keep the shares.
     pub(super) fn clear(&mut self) {
         self.owner = None;
         for track in &mut self.domains {
-            (track.lag, track.used, track.exhausted) = (0.0, 0.0, false);
+            (track.lag, track.used) = (0.0, 0.0);
         }
         self.nodes().for_each(|node| node.lag = 0.0);
     }
@@ -452,6 +462,8 @@ impl Track {
             used: 0.0,
             since: Micros::ZERO,
             exhausted: false,
+            ceiling: 1.0,
+            over: 0.0,
             busy_part: 0.0,
             busy: (false, Micros::ZERO),
             worked: None,

@@ -153,8 +153,9 @@ fn bounds_rise(make: Make, (name, kinds, raise): &(&str, Vec<Kind>, Raise)) -> T
 /// Service is no less, but for the larger of the two documented lags.
 fn service_rises(make: Make, (name, kinds, raise): &(&str, Vec<Kind>, Raise)) -> TestCaseResult {
     let mut kinds = kinds.clone();
-    if matches!(raise, Raise::Class(_)) {
-        // What a pause leaves is divided in proportion to the shares by timeslices, and anew in turns: not the same.
+    // What a pause leaves is divided in proportion to the shares by timeslices, and in turns as it meets them: not the same.
+    let turns = kinds.iter().any(|it| it.spec.class == Class::Latency);
+    if turns || matches!(raise, Raise::Class(_)) {
         kinds.iter_mut().for_each(|it| it.pauses = None);
     }
     let mut raised = kinds.clone();
