@@ -14,7 +14,8 @@
 //! 2. **Schedule** (the module `schedule`, common to all): timeslices and freezes that bring the shares about.
 //!
 //! Class orders *when* a tenant runs, shares decide *how much*. Without latency tenants, timeslices in proportion to the shares do
-//! everything: no freezes, no need to know demand. While a latency tenant exists,
+//! everything: no freezes, no need to know demand. Only a domain that ran ahead of its limit, in the pauses of others, is frozen until it is level. While a
+//! latency tenant exists,
 //! - a latency domain that has work and has not run ahead of its share by its *burst* is *preempting*: its timeslice is the longest, and the
 //!   hardware switches to it at once;
 //! - all others *rotate*: they have the shortest timeslice, 1 µs, and of those with work exactly one is enabled, the *owner* of the current

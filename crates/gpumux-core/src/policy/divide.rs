@@ -55,9 +55,9 @@ pub trait Division: Send + Sync {
 /// The part of the device that [`Priority`] leaves to tenants of lower classes together, by weight.
 pub const FLOOR: f64 = 0.05;
 
-/// Guarantees first; the rest goes to the highest class that wants it, by weight. A tenant of a lower class has at least its part, by weight, of
-/// [`FLOOR`], or what weights would give it if no class counted, if that is less. So neither a higher class nor a guarantee makes a tenant's
-/// share smaller.
+/// Guarantees first; the rest goes to the highest class that wants it, by weight, and what its limits leave to the next. Those of lower classes
+/// have at least their part, by weight, of [`FLOOR`], or what weights would give them if no class counted, if that is less. So neither a higher
+/// class nor a guarantee makes a tenant's share smaller.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Priority;
 
@@ -67,24 +67,21 @@ impl Division for Priority {
     }
 
     fn divide(&self, claims: &[Claim]) -> Vec<f64> {
-        let top = claims.iter().map(|claim| claim.class).min();
-        let lower = |claim: &Claim| match Some(claim.class) == top {
-            true => 0.0,
-            false => claim.weight,
-        };
-        let all: f64 = claims.iter().map(lower).sum::<f64>().max(1e-9);
-        let weights: f64 = claims.iter().map(|claim| claim.weight).sum();
-        let mut shares = guarantees(claims);
-        let rest = 1.0 - shares.iter().sum::<f64>();
-        for (share, claim) in shares.iter_mut().zip(claims) {
-            let alone = *share + rest * lower(claim) / weights;
-            let floor = (FLOOR * lower(claim) / all).min(alone);
-            *share = share.max(floor.min(claim.limit));
-        }
+        let guaranteed = guarantees(claims);
+        let mut shares = guaranteed.clone();
         for class in Class::ALL {
-            fill(&mut shares, claims, |claim| match claim.class == class {
-                true => claim.weight,
-                false => 0.0,
+            let pull = |claim: &Claim, counts: bool| if counts { claim.weight } else { 0.0 };
+            let lower: f64 = claims.iter().map(|it| pull(it, it.class > class)).sum();
+            let alone = level(&guaranteed, &shares, claims, |it| {
+                pull(it, it.class >= class)
+            });
+            for ((share, claim), alone) in shares.iter_mut().zip(claims).zip(alone) {
+                if claim.class > class {
+                    *share = share.max(alone.min(FLOOR * claim.weight / lower));
+                }
+            }
+            shares = level(&guaranteed, &shares, claims, |it| {
+                pull(it, it.class == class)
             });
         }
         shares
@@ -145,25 +142,34 @@ pub fn guarantees(claims: &[Claim]) -> Vec<f64> {
 
 /// Divides what `shares` leave of the device among the claims in proportion to their `pull`, each up to its limit.
 pub fn fill(shares: &mut [f64], claims: &[Claim], pull: impl Fn(&Claim) -> f64) {
-    // Each round but the last brings at least one claim to its limit.
-    for _ in 0..=claims.len() {
+    let all = level(shares, shares, claims, pull);
+    shares.copy_from_slice(&all);
+}
+
+/// Divides the device: those that pull have what they are `given` and, in proportion to their pull, what remains; but no less than `least`, and no
+/// more than their limits. Others have the least.
+fn level(given: &[f64], least: &[f64], claims: &[Claim], pull: impl Fn(&Claim) -> f64) -> Vec<f64> {
+    let mut shares = least.to_vec();
+    let mut open: Vec<usize> = (0..claims.len())
+        .filter(|at| pull(&claims[*at]) > 0.0)
+        .collect();
+    while !open.is_empty() {
+        open.iter().for_each(|at| shares[*at] = given[*at]);
         let rest = 1.0 - shares.iter().sum::<f64>();
-        let open = |share: f64, claim: &Claim| share < claim.limit && pull(claim) > 0.0;
-        let pulls = shares
-            .iter()
-            .zip(claims)
-            .filter(|(share, claim)| open(**share, claim))
-            .map(|(_, claim)| pull(claim))
-            .sum::<f64>();
-        if rest <= 1e-12 || pulls <= 0.0 {
-            return;
+        let pulls: f64 = open.iter().map(|at| pull(&claims[*at])).sum();
+        let wanted = |at: usize| given[at] + rest * pull(&claims[at]) / pulls;
+        // Either those that have too little stay at their bounds, or those that have too much: whichever is more.
+        let mut lifted = 0.0;
+        for at in &open {
+            shares[*at] = wanted(*at).min(claims[*at].limit).max(least[*at]);
+            lifted += shares[*at] - wanted(*at);
         }
-        for (share, claim) in shares.iter_mut().zip(claims) {
-            if open(*share, claim) {
-                *share = (*share + rest * pull(claim) / pulls).min(claim.limit);
-            }
-        }
+        open.retain(|at| match lifted > 0.0 {
+            true => wanted(*at) >= least[*at],
+            false => lifted < 0.0 && wanted(*at) <= claims[*at].limit,
+        });
     }
+    shares
 }
 
 /// What belongs to all in equal parts, whatever a division says, so that none starves. Guarantees that sum to the whole device
@@ -305,7 +311,7 @@ mod tests {
             ),
             (
                 [claim(Latency, 0.0, 0.3, 1.0), plain(Standard), plain(Batch)],
-                [0.3, 0.675, 0.025],
+                [0.3, 0.65, 0.05],
             ),
             (
                 [
@@ -317,6 +323,31 @@ mod tests {
             ),
         ] {
             check(&Priority, &claims, &expected);
+        }
+    }
+
+    /// One of its class that is at its limit, and one whose guarantee is small beside its weight.
+    #[test]
+    fn higher_class_lowers_no_share_beside_limits_and_guarantees() {
+        use Class::{Batch, Latency, Standard};
+        for others in [
+            [claim(Latency, 0.0, 0.05, 1.0), claim(Batch, 0.0, 1.0, 1.0)],
+            [
+                claim(Latency, 0.0, 0.001, 1.0),
+                claim(Standard, 0.014, 1.0, 1.0),
+            ],
+        ] {
+            let share = |class| {
+                let own = claim(
+                    class,
+                    0.0,
+                    1.0,
+                    if others[1].class == Batch { 1.0 } else { 53.0 },
+                );
+                Priority.divide(&[&[own], &others[..]].concat())[0]
+            };
+            let (before, after) = (share(Standard), share(Latency));
+            assert!(after >= before - 1e-9, "{before} became {after}");
         }
     }
 

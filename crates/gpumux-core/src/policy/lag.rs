@@ -35,6 +35,9 @@ pub struct Memory {
     at: Option<Micros>,
     /// Which of the rotating domains runs, or did last.
     pub(super) owner: Option<Owner>,
+    /// Timeslices keep the shares of some, roughly: of what they leave owed, no more than this counts.
+    #[serde(default)]
+    most: Option<f64>,
     users: Vec<Branch<UserId>>,
     tenants: Vec<Branch<TenantId>>,
     /// In the order of the last snapshot.
@@ -105,8 +108,14 @@ pub(super) struct Track {
     pub(super) used: f64,
     /// When it last became the owner.
     pub(super) since: Micros,
-    /// A latency domain that ran so far ahead that it must wait until it is level.
+    /// It ran so far ahead, of its share or of its limit, that it must wait until it is level.
     pub(super) exhausted: bool,
+    /// The largest share that it may receive, where timeslices keep the shares; all, where turns do.
+    #[serde(default)]
+    pub(super) ceiling: f64,
+    /// By how much it received more, in µs.
+    #[serde(default)]
+    pub(super) over: f64,
     /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
     #[serde(default)]
     busy_part: f64,
@@ -139,6 +148,8 @@ pub(crate) enum Wait {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entitled {
     pub(super) share: f64,
+    /// See [`Track::ceiling`].
+    pub(super) ceiling: f64,
     /// Its share is one of those that sum to 1: see [`Memory::counted`].
     pub(super) counts: bool,
     pub(super) wants: bool,
@@ -211,6 +222,11 @@ impl Memory {
         }
         let elapsed = self.at.map_or(0, |at| now.saturating_sub(at).0) as f64;
         self.at = self.at.max(Some(now));
+        // Only as time passes: a second plan of one moment would level what the first one cut.
+        if let Some(most) = self.most {
+            self.nodes()
+                .for_each(|node| node.lag = node.lag.clamp(-most, most));
+        }
         let mut delivered = 0.0;
         let mut users = vec![0.0; self.users.len()];
         let mut tenants = vec![0.0; self.tenants.len()];
@@ -244,6 +260,7 @@ impl Memory {
             let parent = tenants[track.parent];
             let works = self.tenants[track.parent].node.wants;
             track.node.charge((parent, works), *got, elapsed, now);
+            track.over = (track.over + got - track.ceiling * delivered).max(0.0);
         }
         for (tenant, got) in self.tenants.iter_mut().zip(&tenants) {
             let parent = users[tenant.parent];
@@ -271,7 +288,7 @@ impl Memory {
             return true;
         }
         let before = std::mem::take(self);
-        (self.at, self.owner) = (before.at, before.owner);
+        (self.at, self.owner, self.most) = (before.at, before.owner, before.most);
         (self.together, self.look, self.looked) = (before.together, before.look, before.looked);
         for domain in &snapshot.domains {
             let user = snapshot.user_of(domain.tenant);
@@ -340,8 +357,10 @@ impl Memory {
             let whole = tenants[track.parent].share;
             track.see(it.busy, now, window(self.look, track.id));
             track.node.take(&next, whole, now, most);
+            track.ceiling = it.ceiling;
         }
         self.level();
+        self.most = None;
         for track in &mut self.domains {
             let tenant = self.tenants[track.parent];
             let user = self.users[tenant.parent].node;
@@ -429,15 +448,14 @@ impl Memory {
         for track in &mut self.domains {
             track.lag = track.lag.clamp(-most, most);
         }
-        self.nodes()
-            .for_each(|node| node.lag = node.lag.clamp(-most, most));
+        self.most = Some(most);
     }
 
-    /// Forgets what each domain is owed: timeslices alone keep the shares.
+    /// Forgets what each domain is owed: timeslices keep the shares.
     pub(super) fn clear(&mut self) {
         self.owner = None;
         for track in &mut self.domains {
-            (track.lag, track.used, track.exhausted) = (0.0, 0.0, false);
+            (track.lag, track.used) = (0.0, 0.0);
         }
         self.nodes().for_each(|node| node.lag = 0.0);
     }
@@ -461,6 +479,8 @@ impl Track {
             used: 0.0,
             since: Micros::ZERO,
             exhausted: false,
+            ceiling: 1.0,
+            over: 0.0,
             busy_part: 0.0,
             busy: (false, Micros::ZERO),
             worked: None,

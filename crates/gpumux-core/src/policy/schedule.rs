@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     contract::{Bound, Policy},
     divide::{self, Claim, Division},
-    lag::{Entitled, Memory, Owner},
+    lag::{Entitled, Memory, Owner, Track},
 };
 use crate::accounts::RESTORE_US;
 use crate::{
@@ -167,10 +167,7 @@ impl<D: Division> Policy for Shared<D> {
                     None => stage.rotating_slices(&self.division, snapshot),
                 }
             }
-            false => {
-                memory.clear();
-                stage.slices(&self.division, snapshot)
-            }
+            false => stage.slices(&self.division, snapshot, memory),
         };
         let domains = stage.cast.iter().zip(slices).map(|(actor, timeslice)| {
             let (run, reason) = stage.run_state(actor);
@@ -190,6 +187,7 @@ impl<D: Division> Policy for Shared<D> {
         let (tuning, costs) = (&self.tuning, &snapshot.costs);
         let cast = cast(snapshot);
         let shares = divide(&self.division, &cast, snapshot, |_| true);
+        let ceilings = ceilings(&self.division, &cast, snapshot, |_| true);
         let is_latency = |actor: &Actor| actor.class() == Class::Latency;
         let latency = cast.iter().filter(|it| is_latency(it)).count() as f64;
         let others = cast.iter().zip(&shares).filter(|(it, _)| !is_latency(it));
@@ -199,7 +197,7 @@ impl<D: Division> Policy for Shared<D> {
         let mean = if count > 0.0 { sum / count } else { 1.0 };
         let control = 2.0 * Tuning::control(costs);
         let quantum = tuning.quantum(costs, cast.iter().map(Actor::kind));
-        let wait = |share: f64| match latency > 0.0 {
+        let wait = |share: f64, ceiling: f64| match latency > 0.0 {
             true => {
                 // No shares of so many let them run further ahead together.
                 let ahead = (1.0 - 1.0 / latency).max(0.25) * tuning.period.0 as f64;
@@ -208,11 +206,16 @@ impl<D: Division> Policy for Shared<D> {
             }
             false => {
                 let only_batch = cast.iter().all(|it| it.class() == Class::Batch);
-                2.0 * tuning.round(costs, &shares, only_batch) + control
+                // Then it is frozen until it is within its limit again.
+                let over = match ceiling < 1.0 {
+                    true => (tuning.burst(costs, ceiling) + Tuning::control(costs)) / ceiling,
+                    false => 0.0,
+                };
+                2.0 * tuning.round(costs, &shares, only_batch) + over + control
             }
         };
         let mut bounds: BTreeMap<TenantId, Bound> = BTreeMap::new();
-        for (actor, share) in cast.iter().zip(&shares) {
+        for ((actor, share), ceiling) in cast.iter().zip(&shares).zip(ceilings) {
             let tenant = actor.domain.tenant;
             let bound = bounds.entry(tenant).or_insert(Bound {
                 tenant,
@@ -220,7 +223,7 @@ impl<D: Division> Policy for Shared<D> {
                 lag: Micros::ZERO,
                 wait: Micros::ZERO,
             });
-            let wait = wait(*share);
+            let wait = wait(*share, ceiling);
             bound.share += share;
             bound.lag += Micros((share * wait) as u64);
             bound.wait = bound.wait.max(Micros(wait as u64));
@@ -287,6 +290,11 @@ impl Actor<'_> {
         self.domain.pinned == Some(RunState::Frozen)
     }
 
+    /// Has work for certain.
+    fn works(&self) -> bool {
+        self.wants && self.domain.demand == Demand::Busy
+    }
+
     /// Goes before those that are not: within its entitlement it gives way to others of its class only.
     fn privileged(&self) -> bool {
         self.class() == Class::Latency && !self.exhausted
@@ -340,6 +348,9 @@ impl<'a> Stage<'a> {
         let mut cast = cast(snapshot);
         let rotates = cast.iter().any(|it| it.class() == Class::Latency)
             || !snapshot.gangs.is_empty() && cast.len() > 1;
+        if !rotates {
+            memory.clear();
+        }
         let all = divide(division, &cast, snapshot, |_| true);
         let wants: Vec<bool> = cast.iter().map(|actor| actor.wants).collect();
         for (actor, counts) in cast.iter_mut().zip(memory.counted(&wants)) {
@@ -349,6 +360,10 @@ impl<'a> Stage<'a> {
             true => all.clone(),
             false => divide(division, &cast, snapshot, |actor| actor.counts),
         };
+        let ceilings = match rotates {
+            true => vec![1.0; cast.len()],
+            false => ceilings(division, &cast, snapshot, |it| it.works()),
+        };
         let mut entitled = Vec::new();
         for (index, actor) in cast.iter_mut().enumerate() {
             actor.share = match actor.counts {
@@ -357,9 +372,10 @@ impl<'a> Stage<'a> {
             };
             entitled.push(Entitled {
                 share: actor.share,
+                ceiling: ceilings[index],
                 counts: actor.counts,
                 wants: actor.wants,
-                busy: actor.wants && actor.domain.demand == Demand::Busy,
+                busy: actor.works(),
             });
         }
         let quantum = tuning.quantum(&snapshot.costs, cast.iter().map(Actor::kind));
@@ -797,8 +813,13 @@ impl<'a> Stage<'a> {
             .collect()
     }
 
-    /// The timeslices that alone bring shares about.
-    fn slices(&mut self, division: &dyn Division, snapshot: &Snapshot) -> Vec<Timeslice> {
+    /// The timeslices that alone bring shares about, but for limits.
+    fn slices(
+        &mut self,
+        division: &dyn Division,
+        snapshot: &Snapshot,
+        memory: &mut Memory,
+    ) -> Vec<Timeslice> {
         if self.cast.len() == 1 {
             // There is no other domain: leave it as the driver made it.
             return vec![Timeslice::DEFAULT];
@@ -811,8 +832,46 @@ impl<'a> Stage<'a> {
             .collect();
         let only_batch = self.cast.iter().all(|it| it.class() == Class::Batch);
         let round = self.tuning.round(self.costs, &lately, only_batch);
+        self.keep_limits(&shares, memory);
         let slices = shares.into_iter().map(|share| timeslice(share * round));
         slices.collect()
+    }
+
+    /// Freezes those that ran ahead of their limits in the pauses of others, while one that did not has work.
+    fn keep_limits(&mut self, shares: &[f64], memory: &mut Memory) {
+        let slack = Tuning::slack(self.costs);
+        let burst = |track: &Track| self.tuning.burst(self.costs, track.ceiling);
+        let level_in = |track: &Track| track.over / track.ceiling - self.costs.thaw.0 as f64;
+        for track in &mut memory.domains {
+            let slack = slack.min(burst(track) / 4.0);
+            if level_in(track) * track.ceiling <= slack {
+                track.exhausted = false;
+            } else if track.over + slack >= burst(track) {
+                track.exhausted = true;
+            }
+        }
+        let mut pairs = self.cast.iter().zip(&memory.domains);
+        let contested = pairs.any(|(it, track)| it.works() && !track.exhausted);
+        let mut running = 0.0;
+        for ((actor, track), share) in self.cast.iter_mut().zip(&memory.domains).zip(shares) {
+            actor.exhausted = contested && track.exhausted;
+            // Else it would have the device at each return, until that is seen.
+            actor.contends = actor.exhausted && !actor.runnable();
+            if actor.runnable() && !actor.exhausted {
+                running += share;
+            }
+        }
+        let changes_in = |((actor, track), share): ((&Actor, &Track), &f64)| {
+            let gains = share / running - track.ceiling;
+            let gains = Some(gains).filter(|it| actor.runnable() && !track.exhausted && *it > 0.0);
+            match actor.exhausted {
+                true => Some(level_in(track)),
+                false => gains.map(|gains| (burst(track) - track.over) / gains),
+            }
+        };
+        let pairs = self.cast.iter().zip(&memory.domains).zip(shares);
+        let next = pairs.filter_map(changes_in).min_by(f64::total_cmp);
+        next.into_iter().for_each(|delay| self.ask_in(delay));
     }
 
     /// Whether a domain may run, and why.
@@ -827,6 +886,7 @@ impl<'a> Stage<'a> {
         match (actor.domain.pinned, actor.way) {
             (Some(Frozen), _) => (Frozen, "waits for its gang"),
             (Some(Enabled), Way::Slices | Way::Preempting) => (Enabled, "runs with its gang"),
+            (_, Way::Slices) if actor.exhausted => (Frozen, "over its limit while others wait"),
             (_, Way::Slices) => (Enabled, "shares by timeslices"),
             (_, Way::Preempting) => (Enabled, "takes the device at once"),
             (_, Way::Rotating) if actor.owns => (Enabled, "has its quantum"),
@@ -868,6 +928,27 @@ fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
         }
     };
     snapshot.domains.iter().map(actor).collect()
+}
+
+/// The largest share that each domain may receive: its limit, or what it is entitled to where all that `works` names are at their limits.
+fn ceilings(
+    division: &dyn Division,
+    cast: &[Actor],
+    snapshot: &Snapshot,
+    works: impl Fn(&Actor) -> bool,
+) -> Vec<f64> {
+    if cast.iter().all(|it| it.claim.limit >= 1.0) {
+        return vec![1.0; cast.len()];
+    }
+    let shares = divide(division, cast, snapshot, &works);
+    let ceiling = |(actor, share): (&Actor, f64)| {
+        let own = cast
+            .iter()
+            .filter(|it| it.tenant == actor.tenant && works(it));
+        let limit = actor.claim.limit / own.count().max(1) as f64;
+        limit.max(share).max(1e-6)
+    };
+    cast.iter().zip(shares).map(ceiling).collect()
 }
 
 /// The share of each domain if just those that `counts` names want the device. A tenant's share is split evenly

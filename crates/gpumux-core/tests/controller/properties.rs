@@ -475,6 +475,48 @@ fn latency_tenant_that_pauses_again_and_again_keeps_its_limit() {
     }
 }
 
+/// What another leaves in its pauses goes to all others, in proportion to their timeslices.
+#[test]
+fn limit_holds_beside_a_tenant_that_pauses_again_and_again() {
+    for (limit, works, pause, own) in [
+        (0.02, 5, 1, None),
+        (0.25, 5, 2, None),
+        (0.25, 40, 40, Some((7, 1))),
+        (0.4, 5, 4, None),
+    ] {
+        let mut world = World::new("priority", 1);
+        for (id, user, class, limit) in [
+            (1, 1, Class::Standard, 1.0),
+            (2, 0, Class::Batch, 1.0),
+            (3, 0, Class::Standard, limit),
+        ] {
+            let spec = TenantSpec {
+                limit,
+                ..spec(class, 0.0)
+            };
+            world.member(id, UserId(user), spec, &[0], None);
+            world.set_busy(id, true);
+        }
+        world.run_for(Micros::from_secs(2));
+        world.longest_wait = Micros::ZERO;
+        let before = world.seen.commands;
+        let pauses = own.map(|own| (3, own)).into_iter();
+        let pauses = pauses.chain([(1, (works, pause))]).collect();
+        let received = world.shares_of(Micros::from_secs(10), &pauses)[&world.group(3)];
+        assert!(received < limit + 0.02, "{received} of {limit}");
+        assert!(received > 0.9 * limit, "{received} of {limit}");
+        let commands = world.seen.commands - before;
+        assert!(commands < 300, "{commands} controls in 10 s");
+        assert!(world.longest_wait < world.wait_bound());
+        // It has what no other wants.
+        (1..=2).for_each(|id| world.set_busy(id, false));
+        world.set_busy(3, true);
+        world.run_for(Micros::from_millis(100));
+        let alone = world.shares(Micros::from_secs(1))[&3];
+        assert!(alone > 0.99, "{alone}");
+    }
+}
+
 /// Quanta end where shares change: where it begins to pause. Its turn is not another's for that.
 #[test]
 fn tenant_that_pauses_whenever_a_quantum_ends_has_its_turn() {

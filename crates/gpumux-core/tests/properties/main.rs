@@ -75,8 +75,6 @@ struct World {
     now: Snapshot,
     next: Option<Micros>,
     born: u64,
-    /// Whether each plan is checked, which takes several.
-    checked: bool,
     /// Since when a runnable domain has not run.
     waiting: BTreeMap<DomainId, Micros>,
     longest_wait: BTreeMap<DomainId, u64>,
@@ -94,7 +92,6 @@ impl World {
             },
             next: None,
             born: 0,
-            checked: true,
             waiting: BTreeMap::new(),
             longest_wait: BTreeMap::new(),
         }
@@ -145,12 +142,6 @@ impl World {
 
     /// Plans, checks the plan, and issues the controls.
     fn plan(&mut self) {
-        if !self.checked {
-            let plan = self.policy.plan(&self.now, &mut self.memory);
-            self.issue(&plan);
-            self.next = plan.next;
-            return;
-        }
         let mut again = self.memory.clone();
         let plan = self.policy.plan(&self.now, &mut self.memory);
         assert_eq!(

@@ -105,7 +105,6 @@ fn bounds(policy: &dyn Policy, kinds: &[Kind]) -> Vec<Bound> {
 fn play(policy: Box<dyn Policy>, kinds: &[Kind]) -> Played {
     let bounds = bounds(&*policy, kinds);
     let mut world = World::new(policy);
-    world.checked = false;
     for it in kinds {
         world.arrive(UserId(it.user), it.spec.clone(), Demand::Busy);
     }
@@ -154,8 +153,9 @@ fn bounds_rise(make: Make, (name, kinds, raise): &(&str, Vec<Kind>, Raise)) -> T
 /// Service is no less, but for the larger of the two documented lags.
 fn service_rises(make: Make, (name, kinds, raise): &(&str, Vec<Kind>, Raise)) -> TestCaseResult {
     let mut kinds = kinds.clone();
-    if matches!(raise, Raise::Class(_)) {
-        // What a pause leaves is divided in proportion to the shares by timeslices, and anew in turns: not the same.
+    // What a pause leaves is divided in proportion to the shares by timeslices, and in turns as it meets them: not the same.
+    let turns = kinds.iter().any(|it| it.spec.class == Class::Latency);
+    if turns || matches!(raise, Raise::Class(_)) {
         kinds.iter_mut().for_each(|it| it.pauses = None);
     }
     let mut raised = kinds.clone();
@@ -289,6 +289,33 @@ fn users_total_does_not_change_by_splitting() {
     });
     let pieces = pieces.get();
     println!("covered: {count} mixes in which a tenant is split, into {pieces} in all");
+}
+
+/// Timeslices keep the shares of two latency tenants, roughly. What that leaves owed was cut in each plan, and leveled in the next one of
+/// the same moment, which gave the quantum to another.
+#[test]
+fn what_timeslices_leave_owed_is_cut_once() {
+    let tenant = |class, guaranteed, weight, pauses| Kind {
+        user: 0,
+        spec: TenantSpec {
+            class,
+            guaranteed,
+            weight,
+            ..TenantSpec::default()
+        },
+        pauses,
+    };
+    for weight in [1.0, 7.067366259291718] {
+        // `World::plan` checks every plan on the way.
+        let kinds = [
+            tenant(Class::Standard, 0.0, weight, None),
+            tenant(Class::Standard, 0.3759499578489575, 1.0, None),
+            tenant(Class::Standard, 0.1783307236584573, 1.0, None),
+            tenant(Class::Latency, 0.0, 1.0, None),
+            tenant(Class::Latency, 0.0, 1.0, Some((149, 77))),
+        ];
+        play(policy("priority"), &kinds);
+    }
 }
 
 /// A policy that takes tenants for what they are not.
