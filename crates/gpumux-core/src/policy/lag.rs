@@ -23,8 +23,6 @@ const GREEDY: (f64, f64) = (0.3, 0.6);
 const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
 /// A look that shows nothing new has the next one wait so many times as long.
 const SELDOMER: u64 = 4;
-/// How long after a look one that does not pause is looked at, but for its first look.
-const UNPROMPTED: Micros = Micros::from_secs(8);
 /// How long a look takes at most.
 const LOOK: Micros = Micros::from_millis(100);
 
@@ -370,19 +368,16 @@ impl Memory {
     }
 
     /// Domains share by timeslices that all take what they can get, as far as is known. Begins a look at one of them, if that is due. Else when one may
-    /// be. One that has work for longer than a `round` hardly has short requests: these wait for that long at most, unless the next comes before.
+    /// be. Seldom at one that has work for longer than a `round`: short requests wait for that long at most, unless the next comes before.
     pub(super) fn look(&mut self, now: Micros, round: Micros) -> Option<Micros> {
         let begun = *self.together.get_or_insert(now);
         let looked = self.looked;
         let due = |it: &Track| {
             let (greedy, (busy, since)) = (it.greedy?, it.busy);
             let pauses = now <= since + round && it.worked.is_some_and(|worked| worked <= round);
-            let returns = it.look_after == Micros::ZERO;
-            let apart = if pauses || returns {
-                LOOKS.0
-            } else {
-                UNPROMPTED
-            };
+            // Many may begin with one that comes back, so that the first look at it shows nothing.
+            let soon = pauses || it.look_after <= LOOK;
+            let apart = if soon { LOOKS.0 } else { LOOKS.1 };
             let at = (greedy.max(begun) + it.look_after).max(looked + apart);
             busy.then_some((at, greedy))
         };
@@ -426,7 +421,7 @@ impl Memory {
             track.busy_part = track.busy_part.max(GREEDY.1);
             track.greedy = Some(now);
             let after = Micros(SELDOMER * track.look_after.0);
-            track.look_after = after.clamp(LOOKS.0, LOOKS.1);
+            track.look_after = after.clamp(LOOK, LOOKS.1);
         } else if now < end {
             return Some((id, end.min(works)));
         } else {
