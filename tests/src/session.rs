@@ -70,7 +70,10 @@ impl Listener {
     #[track_caller]
     pub fn accept(&self, answer: &Daemon) -> Session {
         assert!(readable(&self.socket, PATIENCE), "nobody connected");
-        let session = Session(rustix::net::accept(&self.socket).expect("somebody connected"));
+        let session = Session(
+            rustix::net::accept_with(&self.socket, rustix::net::SocketFlags::CLOEXEC)
+                .expect("somebody connected"),
+        );
         match session.receive() {
             Some((Shim::Hello { .. }, Some(_page))) => {}
             other => panic!("no hello with a page: {other:?}"),

@@ -136,7 +136,8 @@ impl Claims {
     /// Closes the connections of daemons that asked for the holder.
     pub(crate) fn answer(&self) {
         for socket in self.held.values() {
-            while rustix::net::accept(socket).is_ok() {}
+            // No process that is started meanwhile inherits it.
+            while rustix::net::accept_with(socket, SocketFlags::CLOEXEC).is_ok() {}
         }
     }
 

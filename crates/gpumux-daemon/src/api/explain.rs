@@ -385,6 +385,9 @@ fn now(domain: &Domain, neighbours: &[Neighbour], is_guaranteed: bool) -> String
         "over its budget while others wait" => {
             "It is frozen: it ran ahead of its share while others had work, and continues once they have caught up.".into()
         }
+        "over its limit while others wait" => {
+            "It is frozen: it received more than its limit in the pauses of others, and continues once it is within it again.".into()
+        }
         "waits for its gang" => "It is frozen until it can run on all its GPUs.".into(),
         AWAY => "It is frozen while its memory is on the host, or on its way.".into(),
         "runs with its gang" => "It may run, together with its processes on other GPUs.".into(),

@@ -19,7 +19,7 @@ use gpumux_rm::{
 use gpumux_wire::{Daemon, PROTOCOL, Shim, socket};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    net::{RecvFlags, SendFlags},
+    net::{RecvFlags, SendFlags, SocketFlags},
 };
 use serde::Serialize;
 
@@ -264,7 +264,7 @@ type Received = (OwnedFd, Box<dyn Controls>, Box<dyn Controls>);
 fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<Received> {
     let deadline = Instant::now() + START;
     wait(listener, deadline)?;
-    let session = rustix::net::accept(listener)?;
+    let session = rustix::net::accept_with(listener, SocketFlags::CLOEXEC)?;
     loop {
         wait(&session, deadline)?;
         let Some((message, file)) = socket::recv::<Shim>(&session, RecvFlags::empty())? else {
