@@ -124,7 +124,6 @@ class Served(NamedTuple):
         """Whether it had all its tokens, within these times."""
         return self.ttft_ms is not None and self.tokens >= self.asked[2] and self.ttft_ms <= ttft_ms and (self.tpot_ms or 0.0) <= tpot_ms
 
-
     def keeps(self, stop_s: float, ttft_ms: float, tpot_ms: float) -> bool:
         """Whether it is good, or was until the end."""
         if self.ttft_ms is None or self.ttft_ms > ttft_ms or self.tokens >= self.asked[2]:

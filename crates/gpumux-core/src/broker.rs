@@ -975,16 +975,22 @@ impl Broker {
         {
             pending.parts.push((process, ask));
             pending.tickets.push(ticket);
-            pending.since = since;
+            if !pending.lacks_parts() {
+                pending.since = since;
+            }
             return;
         }
         self.asked += 1;
-        let pending = Pending {
+        let mut pending = Pending {
             parts: vec![(process, ask)],
             tickets: vec![ticket],
             since,
             trimmed: false,
         };
+        if pending.lacks_parts() {
+            // The others have this long, also after a connection was lost.
+            pending.since = now;
+        }
         self.asks.insert((tenant, self.asked), pending);
     }
 

@@ -852,18 +852,20 @@ impl<'a> Stage<'a> {
         }
         let mut pairs = self.cast.iter().zip(&memory.domains);
         let contested = pairs.any(|(it, track)| it.works() && !track.exhausted);
+        // Of those that run for certain: a domain may have what all others leave.
         let mut running = 0.0;
         for ((actor, track), share) in self.cast.iter_mut().zip(&memory.domains).zip(shares) {
             actor.exhausted = contested && track.exhausted;
             // Else it would have the device at each return, until that is seen.
             actor.contends = actor.exhausted && !actor.runnable();
-            if actor.runnable() && !actor.exhausted {
+            if actor.works() && !actor.exhausted {
                 running += share;
             }
         }
         let changes_in = |((actor, track), share): ((&Actor, &Track), &f64)| {
-            let gains = share / running - track.ceiling;
-            let gains = Some(gains).filter(|it| actor.runnable() && !track.exhausted && *it > 0.0);
+            let own = if actor.works() { 0.0 } else { *share };
+            let gains = share / (running + own) - track.ceiling;
+            let gains = Some(gains).filter(|it| actor.wants && !track.exhausted && *it > 0.0);
             match actor.exhausted {
                 true => Some(level_in(track)),
                 false => gains.map(|gains| (burst(track) - track.over) / gains),

@@ -113,20 +113,30 @@ impl Node {
 
     /// A rank asks for its part of the request of this name, which is its name for the part, too.
     fn ask(&mut self, process: u64, of: u32, gib: u64) {
+        let part = Part {
+            of: of.into(),
+            parts: RANKS as u32,
+        };
+        self.ask_part(process, of, part, gib);
+    }
+
+    /// A process asks under this name for one of so many parts of a request.
+    fn part(&mut self, process: u64, ticket: u32, parts: u32, gib: u64) {
+        self.ask_part(process, ticket, Part { of: 1, parts }, gib);
+    }
+
+    fn ask_part(&mut self, process: u64, ticket: u32, part: Part, gib: u64) {
         let ask = Ask {
             device: DEVICES[(process % RANKS) as usize].into(),
             total: CAPACITY,
             need: gib * GIB,
             want: (gib + 1) * GIB,
             kind: Kind::Movable,
-            part: Some(Part {
-                of: of.into(),
-                parts: RANKS as u32,
-            }),
+            part: Some(part),
         };
         self.event(Event::Ask {
             process: ProcessId(process),
-            ticket: of,
+            ticket,
             ask,
         });
     }
@@ -230,6 +240,32 @@ fn part_is_refused_when_the_others_do_not_come() {
     assert_eq!(node.answered(0, 1), [Some(0), Some(0)]);
 }
 
+/// The time is counted from the first part on, whichever come meanwhile.
+#[test]
+fn parts_wait_no_longer_when_some_of_the_others_come() {
+    let mut node = Node::new(1, MemoryPolicy::Wait);
+    for ticket in [1, 2] {
+        node.part(0, ticket, 3, 1);
+        node.run_for(MEET.saturating_sub(Micros::from_secs(1)));
+    }
+    assert_eq!(node.answers, BTreeMap::from([((0, 1), 0), ((0, 2), 0)]));
+}
+
+/// A tenant whose connection was lost while it waited has a claim as old as that. Its parts still wait for each other.
+#[test]
+fn part_waits_for_the_others_after_a_connection_was_lost() {
+    let mut node = Node::new(2, MemoryPolicy::Wait);
+    node.both(1, 1, 15);
+    node.both(0, 1, 10);
+    node.run_for(MEET + Micros::from_secs(1));
+    node.event(Event::Lost(ProcessId(0)));
+    node.join(0);
+    node.keep(2, 0);
+    node.keep(3, 0);
+    node.both(0, 2, 10);
+    assert_eq!(node.answered(0, 2), [Some(10), Some(10)]);
+}
+
 /// Parts of one process on one device count together, and the one that is left is answered when the other is withdrawn.
 #[test]
 fn parts_on_one_device_are_added() {
@@ -237,19 +273,7 @@ fn parts_on_one_device_are_added() {
         let mut node = Node::new(2, MemoryPolicy::Wait);
         node.both(1, 1, taken);
         for ticket in [1, 2] {
-            let ask = Ask {
-                device: DEVICES[0].into(),
-                total: CAPACITY,
-                need: 8 * GIB,
-                want: 8 * GIB,
-                kind: Kind::Movable,
-                part: Some(Part { of: 1, parts: 2 }),
-            };
-            node.event(Event::Ask {
-                process: ProcessId(0),
-                ticket,
-                ask,
-            });
+            node.part(0, ticket, 2, 8);
         }
         node.run_for(Micros::from_secs(2));
         node.event(Event::Cancel(ProcessId(0), 1));

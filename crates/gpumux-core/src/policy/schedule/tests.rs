@@ -352,6 +352,31 @@ fn what_a_limited_domain_took_too_much_is_not_forgotten_when_another_comes() {
     );
 }
 
+/// Timeslices give it a half, which is more than its limit: the third domain takes no part, as far as is known.
+#[test]
+fn limit_holds_beside_one_without_memory_or_known_demand() {
+    let known = |it: &mut DomainState| (it.pinned, it.run) = (Some(Frozen), Frozen);
+    let unknown = |it: &mut DomainState| it.demand = Demand::Unknown;
+    for third in [&known as &dyn Fn(&mut DomainState), &unknown] {
+        let domains = (0..3).map(|id| domain(id + 1, id)).collect();
+        let mut now = snapshot(&[Class::Standard; 3], domains);
+        now.tenants[0].spec.limit = 0.4;
+        now.tenants[2].spec.weight = 8.0;
+        third(&mut now.domains[2]);
+        let mut memory = Memory::default();
+        let got = plan(&now, &mut memory);
+        assert_eq!(got.domains[0].timeslice, got.domains[1].timeslice);
+        now.now = got.next.expect("it will have run ahead");
+        assert!(now.now < Micros::from_millis(300), "{:?}", now.now);
+        for domain in &mut now.domains[..2] {
+            domain.received = Micros(now.now.0 / 2);
+        }
+        let got = plan(&now, &mut memory);
+        assert_eq!(got.domains[0].run, Frozen);
+        assert_eq!(got.domains[1].run, Enabled);
+    }
+}
+
 #[test]
 fn max_min_lets_batch_share_by_slices() {
     let classes = [Class::Standard, Class::Batch];
