@@ -469,7 +469,10 @@ impl Broker {
         }
         if collecting {
             for (holder, (uuid, part)) in freed {
-                self.begin_drop(now, holder, &uuid, part, out);
+                let home = |it: &Tenant| it.place == Place::Home;
+                if self.tenants.get(&holder).is_some_and(home) {
+                    self.begin_drop(now, holder, &uuid, part, out);
+                }
             }
             for (victim, parts) in chosen {
                 self.move_away(now, victim, parts, out);
@@ -617,7 +620,13 @@ impl Broker {
         let mut holders: Vec<_> = (self.tenants.iter())
             .filter(|(id, it)| {
                 let rests = now >= it.not_before && now >= it.take_not_before;
-                **id != claim.tenant && it.place == Place::Home && rests
+                let frees = match &it.place {
+                    Place::Home => true,
+                    // Memory of another device: that of this one is next.
+                    Place::Leaving(it) => it.frees_elsewhere(now, uuid),
+                    Place::Away { .. } | Place::Returning(_) => false,
+                };
+                **id != claim.tenant && frees && rests
             })
             .filter_map(|(id, it)| {
                 let all = self.accounting.droppables(*id, uuid);
