@@ -332,11 +332,11 @@ impl Broker {
             MemoryPolicy::Fail => Micros::ZERO,
         };
         let full = Denied::Full { missing: 0 };
-        let mut stays = |(process, ask): &(ProcessId, Ask)| {
+        let mut may_grow = |(process, ask): &(ProcessId, Ask)| {
             let more = (ask.device.as_str(), ask.want.max(ask.need));
             ask.kind == Kind::Pinned || self.extend_move(*process, more, out)
         };
-        let answer = match fits && pending.parts.iter().all(&mut stays) {
+        let answer = match fits && pending.parts.iter().all(&mut may_grow) {
             true => self.accounting.ask(&pending.parts),
             false => Err(self.accounting.could_ask(&pending.parts).unwrap_or(full)),
         };
