@@ -332,11 +332,11 @@ impl Broker {
             MemoryPolicy::Fail => Micros::ZERO,
         };
         let full = Denied::Full { missing: 0 };
-        let mut stays = |(process, ask): &(ProcessId, Ask)| {
+        let mut may_grow = |(process, ask): &(ProcessId, Ask)| {
             let more = (ask.device.as_str(), ask.want.max(ask.need));
             ask.kind == Kind::Pinned || self.extend_move(*process, more, out)
         };
-        let answer = match fits && pending.parts.iter().all(&mut stays) {
+        let answer = match fits && pending.parts.iter().all(&mut may_grow) {
             true => self.accounting.ask(&pending.parts),
             false => Err(self.accounting.could_ask(&pending.parts).unwrap_or(full)),
         };
@@ -469,7 +469,10 @@ impl Broker {
         }
         if collecting {
             for (holder, (uuid, part)) in freed {
-                self.begin_drop(now, holder, &uuid, part, out);
+                let home = |it: &Tenant| it.place == Place::Home;
+                if self.tenants.get(&holder).is_some_and(home) {
+                    self.begin_drop(now, holder, &uuid, part, out);
+                }
             }
             for (victim, parts) in chosen {
                 self.move_away(now, victim, parts, out);
@@ -617,7 +620,13 @@ impl Broker {
         let mut holders: Vec<_> = (self.tenants.iter())
             .filter(|(id, it)| {
                 let rests = now >= it.not_before && now >= it.take_not_before;
-                **id != claim.tenant && it.place == Place::Home && rests
+                let frees = match &it.place {
+                    Place::Home => true,
+                    // Memory of another device: that of this one is next.
+                    Place::Leaving(it) => it.frees_elsewhere(now, uuid),
+                    Place::Away { .. } | Place::Returning(_) => false,
+                };
+                **id != claim.tenant && frees && rests
             })
             .filter_map(|(id, it)| {
                 let all = self.accounting.droppables(*id, uuid);

@@ -875,6 +875,11 @@ impl Leaving {
         self.why == Why::Drop
     }
 
+    /// It frees memory of another device without a copy, and is not late with that.
+    pub(super) fn frees_elsewhere(&self, now: Micros, uuid: &str) -> bool {
+        self.drops() && !self.parts.contains_key(uuid) && now < self.round.began + HEDGE
+    }
+
     fn give_orders(&self, out: &mut Vec<Command>) {
         let device = self.parts.keys().next();
         for process in &self.round.waiting {

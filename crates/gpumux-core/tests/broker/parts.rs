@@ -286,6 +286,18 @@ fn parts_on_one_device_are_added() {
     }
 }
 
+/// A process reports so much that it can free without a copy.
+fn free(process: u64, gib: u64) -> Event {
+    Event::Droppable {
+        process: ProcessId(process),
+        device: DEVICES[(process % RANKS) as usize].into(),
+        droppable: Droppable {
+            free: gib * GIB,
+            cached: 0,
+        },
+    }
+}
+
 /// Free granules of one device are left where they are while those of the other do not suffice.
 #[test]
 fn nothing_is_freed_on_one_device_in_vain() {
@@ -296,14 +308,6 @@ fn nothing_is_freed_on_one_device_in_vain() {
         ..Activity::default()
     };
     node.event(Event::Activity(vec![(TenantId(1), member)]));
-    let free = |process: u64, gib: u64| Event::Droppable {
-        process: ProcessId(process),
-        device: DEVICES[(process % RANKS) as usize].into(),
-        droppable: Droppable {
-            free: gib * GIB,
-            cached: 0,
-        },
-    };
     node.event(free(2, 10));
     node.both(0, 1, 10);
     node.run_for(Micros::from_secs(1));
@@ -311,6 +315,23 @@ fn nothing_is_freed_on_one_device_in_vain() {
     node.event(free(3, 10));
     node.run_for(Micros::from_secs(1));
     assert_eq!(node.closed, [2], "one after the other");
+}
+
+/// A tenant frees what it does not use on one device, and then on the other: no third one is moved meanwhile.
+#[test]
+fn nothing_is_copied_while_one_frees_memory_of_each_device() {
+    let mut node = Node::new(3, MemoryPolicy::SwapOthers);
+    node.both(1, 1, 8);
+    node.both(2, 1, 9);
+    node.run_for(Micros::from_secs(60));
+    node.event(free(2, 8));
+    node.event(free(3, 8));
+    node.both(0, 1, 9);
+    node.run_for(Micros::from_millis(500));
+    assert_eq!(node.closed, [2]);
+    // It answers nothing: others are moved.
+    node.run_for(Micros::from_secs(1));
+    assert_eq!(node.closed, [2, 4, 5]);
 }
 
 #[derive(Clone, Debug)]
