@@ -69,10 +69,10 @@ impl Listener {
     /// Waits for a process and answers its hello with `answer`.
     #[track_caller]
     pub fn accept(&self, answer: &Daemon) -> Session {
-        assert!(readable(&self.socket, PATIENCE), "nobody connected");
+        assert!(readable(&self.socket, PATIENCE), "no connection came");
         let session = Session(
             rustix::net::accept_with(&self.socket, rustix::net::SocketFlags::CLOEXEC)
-                .expect("somebody connected"),
+                .expect("a connection"),
         );
         match session.receive() {
             Some((Shim::Hello { .. }, Some(_page))) => {}

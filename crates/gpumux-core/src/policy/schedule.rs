@@ -412,7 +412,7 @@ impl<'a> Stage<'a> {
     /// Finds the latency domains that take the device at once: those that have not run ahead of their share by their burst, nor
     /// kept others of their class waiting for long.
     fn bursts(&mut self, memory: &mut Memory) {
-        let (several, slack) = (self.several(), Tuning::slack(self.costs));
+        let several = self.several();
         let wants = |it: &Actor| it.wants && !it.held();
         let wanting = self.cast.iter().filter(|it| wants(it)).count();
         let look = memory.looked_at(self.now, self.tuning.hog);
@@ -423,14 +423,8 @@ impl<'a> Stage<'a> {
             let contested = wanting > usize::from(wants(actor));
             let looked_at = look.is_some_and(|(id, _)| id == actor.domain.id);
             let track = &mut memory.domains[index];
-            let burst = self.tuning.burst(self.costs, actor.share);
-            let slack = slack.min(burst / 4.0);
-            let level_in = self.level_in(actor, track.lag);
-            if looked_at || !contested || level_in * actor.share <= slack {
-                track.exhausted = false;
-            } else if track.lag <= slack - burst {
-                track.exhausted = true;
-            }
+            track.exhausted =
+                !looked_at && contested && self.must_wait(track.exhausted, -track.lag, actor.share);
             let (lag, share, exhausted) = (track.lag, actor.share, track.exhausted);
             let latency = actor.class() == Class::Latency;
             let (runnable, demand, held) = (actor.runnable(), actor.domain.demand, actor.held());
@@ -450,8 +444,8 @@ impl<'a> Stage<'a> {
             }
             if latency && runnable && contested && !held {
                 self.cast[index].changes_in = Some(match exhausted {
-                    true => level_in,
-                    false => (lag + burst) / (1.0 - share).max(1e-9),
+                    true => self.level_in(-lag, share),
+                    false => (lag + self.tuning.burst(self.costs, share)) / (1.0 - share).max(1e-9),
                 });
             }
         }
@@ -554,9 +548,16 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// When a domain with this lag shall be thawed, so that it is level when that has been done.
-    fn level_in(&self, actor: &Actor, lag: f64) -> f64 {
-        -lag / actor.share.max(1e-9) - self.costs.thaw.0 as f64
+    /// When a domain that ran so far ahead of its share shall be thawed, so that it is level when that has been done.
+    fn level_in(&self, ahead: f64, share: f64) -> f64 {
+        ahead / share.max(1e-9) - self.costs.thaw.0 as f64
+    }
+
+    /// Whether a domain that ran so far ahead of its share must wait: from its burst on, until it is level.
+    fn must_wait(&self, waits: bool, ahead: f64, share: f64) -> bool {
+        let burst = self.tuning.burst(self.costs, share);
+        let slack = Tuning::slack(self.costs).min(burst / 4.0);
+        self.level_in(ahead, share) * share > slack && (waits || -ahead <= slack - burst)
     }
 
     /// Whose quantum it is: of those that are owed something, the one whose request ends first in virtual time (EEVDF), until it has
@@ -599,7 +600,7 @@ impl<'a> Stage<'a> {
         let comes_back = |memory: &Memory, index: usize| {
             let actor = &self.cast[index];
             let over = actor.exhausted && actor.class() == Class::Latency;
-            over && self.level_in(actor, lag(memory, index)) < 2.0 * handover
+            over && self.level_in(-lag(memory, index), actor.share) < 2.0 * handover
         };
         let used_up =
             |memory: &Memory, index: usize| memory.domains[index].used + slack >= request(index);
@@ -839,16 +840,8 @@ impl<'a> Stage<'a> {
 
     /// Freezes those that ran ahead of their limits in the pauses of others, while one that did not has work.
     fn keep_limits(&mut self, shares: &[f64], memory: &mut Memory) {
-        let slack = Tuning::slack(self.costs);
-        let burst = |track: &Track| self.tuning.burst(self.costs, track.ceiling);
-        let level_in = |track: &Track| track.over / track.ceiling - self.costs.thaw.0 as f64;
         for track in &mut memory.domains {
-            let slack = slack.min(burst(track) / 4.0);
-            if level_in(track) * track.ceiling <= slack {
-                track.exhausted = false;
-            } else if track.over + slack >= burst(track) {
-                track.exhausted = true;
-            }
+            track.exhausted = self.must_wait(track.exhausted, track.over, track.ceiling);
         }
         let mut pairs = self.cast.iter().zip(&memory.domains);
         let contested = pairs.any(|(it, track)| it.works() && !track.exhausted);
@@ -866,9 +859,10 @@ impl<'a> Stage<'a> {
             let own = if actor.works() { 0.0 } else { *share };
             let gains = share / (running + own) - track.ceiling;
             let gains = Some(gains).filter(|it| actor.wants && !track.exhausted && *it > 0.0);
+            let burst = self.tuning.burst(self.costs, track.ceiling);
             match actor.exhausted {
-                true => Some(level_in(track)),
-                false => gains.map(|gains| (burst(track) - track.over) / gains),
+                true => Some(self.level_in(track.over, track.ceiling)),
+                false => gains.map(|gains| (burst - track.over) / gains),
             }
         };
         let pairs = self.cast.iter().zip(&memory.domains).zip(shares);
