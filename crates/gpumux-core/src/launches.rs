@@ -69,7 +69,7 @@ impl Progress {
     pub const GAP: Micros = Micros(500);
 
     /// What came after `before`; none if that is not possible.
-    fn since(self, before: Self) -> Option<Self> {
+    pub(crate) fn since(self, before: Self) -> Option<Self> {
         Some(Self {
             waits: self.waits.checked_sub(before.waits)?,
             pieces: self.pieces.checked_sub(before.pieces)?,

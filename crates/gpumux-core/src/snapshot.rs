@@ -76,6 +76,9 @@ pub struct DomainState {
     /// The timeslice that its neighbours may have while it is launch-bound (see [`crate::Launches`]); none: the shortest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tolerated: Option<Timeslice>,
+    /// How long its requests take lately, each from its first piece of work to the end of the wait for all of it; none if it has not waited.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request: Option<Micros>,
     /// Device time it has received so far (see [`crate::Accounts`]). Never falls.
     pub received: Micros,
     /// The slice it has now.
@@ -98,6 +101,7 @@ impl DomainState {
             demand_since: since,
             expected: None,
             tolerated: None,
+            request: None,
             received: Micros::ZERO,
             timeslice: Timeslice::DEFAULT,
             run: RunState::Enabled,

@@ -466,6 +466,7 @@ fn merge(into: &mut Vec<DomainState>, from: impl Iterator<Item = (Option<DomainI
         all.expected = all.expected.into_iter().chain(state.expected).min();
         // Only what every member tolerates.
         all.tolerated = all.tolerated.min(state.tolerated);
+        all.request = all.request.into_iter().chain(state.request).min();
         all.demand_since = match rank(state.demand).cmp(&rank(all.demand)) {
             std::cmp::Ordering::Greater => state.demand_since,
             std::cmp::Ordering::Less => all.demand_since,

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Account, Demand, DomainId, DomainState, Launches, Micros, Rhythm, RunState, TenantId,
+    Account, Demand, DomainId, DomainState, Launches, Micros, Progress, Rhythm, RunState, TenantId,
     Timeslice, tamper::Course,
 };
 
@@ -68,6 +68,8 @@ pub struct Domain {
     pub(super) at_work: bool,
     pub(super) rhythm: Rhythm,
     pub(super) launches: Launches,
+    /// What its program has done.
+    done: Progress,
     /// How long it had been frozen when that was looked at.
     pub(super) frozen_before: Micros,
     pub(super) fault: Option<Fault>,
@@ -102,6 +104,7 @@ impl Domain {
                 demand_since: now,
                 expected: None,
                 tolerated: None,
+                request: None,
                 received: Micros::ZERO,
                 timeslice: new.timeslice,
                 run: new.run,
@@ -117,6 +120,7 @@ impl Domain {
             at_work: false,
             rhythm: Rhythm::default(),
             launches: Launches::default(),
+            done: Progress::default(),
             frozen_before: Micros::ZERO,
             fault: None,
             last_fault: None,
@@ -130,6 +134,16 @@ impl Domain {
     /// Its program does something.
     pub(super) fn stir(&mut self, now: Micros) {
         self.stirred = (now, 0);
+    }
+
+    /// Its program has done so much.
+    pub(super) fn note(&mut self, done: Progress) {
+        let before = std::mem::replace(&mut self.done, done);
+        let more = done.since(before).unwrap_or_default();
+        if let Some(mean) = more.busy.0.checked_div(more.waits) {
+            let before = self.state.request.map_or(mean, |it| it.0);
+            self.state.request = Some(Micros((3 * before).saturating_add(mean) / 4));
+        }
     }
 
     /// When it is let run once more although it may: it has work, and its program has done nothing for long. The driver may have carried out

@@ -70,6 +70,7 @@ mod tests {
             tenant: TenantId(tenant),
             demand: Demand::Busy,
             demand_since: Micros(0),
+            request: None,
             expected: None,
             tolerated: None,
             received: Micros(0),

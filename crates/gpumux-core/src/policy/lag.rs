@@ -120,9 +120,9 @@ pub(super) struct Track {
     /// It has work for certain, and since when it has or has not.
     #[serde(default)]
     busy: (bool, Micros),
-    /// How long it had some before it paused last.
+    /// How long its requests take: see [`DomainState::request`].
     #[serde(default)]
-    worked: Option<Micros>,
+    request: Option<Micros>,
     /// Takes what it can get, of latency domains: since when.
     #[serde(default)]
     pub(super) greedy: Option<Micros>,
@@ -236,7 +236,7 @@ impl Memory {
             let got = domain.received.saturating_sub(track.received).0 as f64;
             let got = got.min(elapsed);
             // The account of a group that was made anew begins at zero.
-            track.received = domain.received;
+            (track.received, track.request) = (domain.received, domain.request);
             track.work(elapsed, window(self.look, track.id));
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
@@ -368,18 +368,18 @@ impl Memory {
     }
 
     /// Domains share by timeslices that all take what they can get, as far as is known. Begins a look at one of them, if that is due. Else when one may
-    /// be. Seldom at one that has work for longer than a `round`: short requests wait for that long at most, unless the next comes before.
+    /// be. Seldom at one whose requests take longer than a `round`: short ones wait for that long at most.
     pub(super) fn look(&mut self, now: Micros, round: Micros) -> Option<Micros> {
         let begun = *self.together.get_or_insert(now);
         let looked = self.looked;
         let due = |it: &Track| {
-            let (greedy, (busy, since)) = (it.greedy?, it.busy);
-            let pauses = now <= since + round && it.worked.is_some_and(|worked| worked <= round);
+            let greedy = it.greedy.filter(|_| it.busy.0)?;
+            let short = it.request.is_some_and(|request| request <= round);
             // Many may begin with one that comes back, so that the first look at it shows nothing.
-            let soon = pauses || it.look_after <= LOOK;
+            let soon = short || it.look_after <= LOOK;
             let apart = if soon { LOOKS.0 } else { LOOKS.1 };
             let at = (greedy.max(begun) + it.look_after).max(looked + apart);
-            busy.then_some((at, greedy))
+            Some((at, greedy))
         };
         let due = self
             .domains
@@ -478,7 +478,7 @@ impl Track {
             over: 0.0,
             busy_part: 0.0,
             busy: (false, Micros::ZERO),
-            worked: None,
+            request: None,
             greedy: None,
             look_after: Micros::ZERO,
             wait: None,
@@ -504,7 +504,6 @@ impl Track {
         let lasted = now.saturating_sub(since);
         self.busy = (busy, now);
         if before {
-            self.worked = Some(lasted);
             return;
         }
         self.busy_part *= (-(lasted.0 as f64 / window).min(1.0)).exp();

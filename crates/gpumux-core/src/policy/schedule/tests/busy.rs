@@ -100,11 +100,12 @@ fn short_requests_after_a_busy_start_take_the_device() {
         let mut accounts = Accounts::default();
         // Of 500 µs each. A request needs one with the device for itself, and waits for others' timeslices otherwise.
         let (mut needs, mut due, mut requests, mut at_once) = (0, 4_000, 0, 0);
+        let mut came = now.now;
         for step in 0..50_000 {
             if step < 4_000 {
                 needs = 2;
             } else if step >= due && needs == 0 {
-                (needs, due) = (waits, due.max(step) + 10);
+                (needs, due, came) = (waits, due.max(step) + 10, now.now);
             }
             let counts = step >= 10_000;
             let third = &mut now.domains[2];
@@ -134,6 +135,9 @@ fn short_requests_after_a_busy_start_take_the_device() {
                     needs = 0;
                 }
                 (Enabled, _) => needs = i32::max(needs - 1, 0),
+            }
+            if needs == 0 {
+                now.domains[2].request = Some(now.now.saturating_sub(came));
             }
         }
         assert!(
@@ -222,7 +226,8 @@ fn tenant_without_work_is_not_looked_at() {
 /// How long those are apart in the last 60 of 100 s in all, and at most, in ms.
 fn apart(works: i32, pause: i32) -> (u32, u32) {
     let (mut now, mut memory) = greedy(&[Class::Latency; 2]);
-    let (mut apart, mut longest, mut look, mut left) = (0, 0, 0, [works, works / 2]);
+    let (mut apart, mut longest, mut look) = (0, 0, 0);
+    let mut lefts = [(works, now.now), (works / 2, now.now)];
     for ms in 0..100_000 {
         let got = plan(&now, &mut memory);
         let together = shape(&got) == [(2_048, Enabled), (2_048, Enabled)];
@@ -234,7 +239,7 @@ fn apart(works: i32, pause: i32) -> (u32, u32) {
         }
         let frozen = now.domains.iter().filter(|it| it.run == Frozen).count();
         now.now += Micros::from_millis(1);
-        for (domain, left) in now.domains.iter_mut().zip(&mut left) {
+        for (domain, (left, begun)) in now.domains.iter_mut().zip(&mut lefts) {
             if domain.demand == Demand::Busy && domain.run == Enabled {
                 domain.received += Micros(if frozen > 0 { 1_000 } else { 500 });
                 *left -= if frozen > 0 { 2 } else { 1 };
@@ -245,7 +250,8 @@ fn apart(works: i32, pause: i32) -> (u32, u32) {
                 Demand::Idle
             };
             if *left <= 0 {
-                *left = works;
+                domain.request = Some(now.now.saturating_sub(*begun));
+                (*left, *begun) = (works, now.now);
             }
             if domain.demand != demand {
                 (domain.demand, domain.demand_since) = (demand, now.now);
@@ -360,15 +366,15 @@ fn busy_latency_domain_gives_way_to_another() {
 }
 
 /// A device whose domains with work have it one after the other, each for its timeslice. The first domain always has work for a second,
-/// none for 0.6 s, and then a request of 300 µs each 3 ms, or as soon as one that is late has ended, but none ends in the first µs of `stall`.
-/// The others always have work. When the last request came that waited for others, in µs from the first.
-fn last_that_waited(mut now: Snapshot, stall: u64) -> u64 {
+/// none in the µs of `pause`, and then a request of 300 µs each 3 ms, or as soon as one that is late has ended, but none ends in the first µs of
+/// `stall`. The others always have work. When the last request came that waited for others, in µs from the first.
+fn last_that_waited(mut now: Snapshot, pause: u64, stall: u64) -> u64 {
     const STEP: u64 = 100;
     let (mut memory, mut accounts) = (Memory::default(), Accounts::default());
-    let first = 1_600_000;
+    let first = 1_000_000 + pause;
     // What a request lacks, when it came and the next comes, which domain has the device, and for how long yet.
     let (mut lacks, mut came, mut due, mut turn, mut left, mut last) = (0, 0, first, 0, 0, 0);
-    for at in (0..3_000_000).step_by(STEP as usize) {
+    for at in (0..first + 7_000_000).step_by(STEP as usize) {
         now.now = Micros(at);
         if at < 1_000_000 {
             lacks = 300;
@@ -407,6 +413,7 @@ fn last_that_waited(mut now: Snapshot, stall: u64) -> u64 {
         if turn == 0 && at >= first + stall {
             lacks -= STEP;
             if lacks == 0 {
+                now.domains[0].request = Some(Micros(at + STEP - came));
                 // Its host does something first, and the device goes on.
                 left = 0;
                 last = if at - came > 1_000 {
@@ -423,21 +430,27 @@ fn last_that_waited(mut now: Snapshot, stall: u64) -> u64 {
 /// They are looked at as soon as they come. If such a look shows nothing, since others begin at the same time, another one does.
 #[test]
 fn short_requests_that_come_before_the_next_round_take_the_device() {
-    let cases = [(0, 50_000), (15_000, 50_000), (40_000, 600_000)];
+    let cases = [
+        (600_000, 0, 50_000),
+        (600_000, 15_000, 50_000),
+        (600_000, 40_000, 600_000),
+        // Others start meanwhile. One without a pause is looked at, too.
+        (0, 500_000, 2_000_000),
+    ];
     for (others, guaranteed) in [(2, 0.0), (2, 0.2), (22, 0.03)] {
         let classes: Vec<Class> = std::iter::repeat_n(Class::Latency, 2)
             .chain(std::iter::repeat_n(Class::Batch, others))
             .collect();
-        for (stall, most) in cases {
+        for (pause, stall, most) in cases {
             let domains = (0..classes.len() as u64).map(|id| domain(id + 1, id));
             let mut now = snapshot(&classes, domains.collect());
             for tenant in &mut now.tenants {
                 tenant.spec.guaranteed = guaranteed;
             }
-            let last = last_that_waited(now, stall);
+            let last = last_that_waited(now, pause, stall);
             assert!(
                 last < most,
-                "{last} µs, stall {stall}, {others} others, guaranteed {guaranteed}"
+                "{last} µs, pause {pause}, stall {stall}, {others} others, guaranteed {guaranteed}"
             );
         }
     }
