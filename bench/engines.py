@@ -15,6 +15,8 @@ no granule in use was taken.
 of 128 tokens); of `gpumux` and `elastic` `held_gib` (what the tenant has), and of `elastic` `floor_gib` (the same after another tenant has taken what needs no copy) and `first_taken_ms` (the first
 token after that).
 
+With `--ranks 2` each engine has two GPUs; `committed` is then what one rank has, losses are of both, and the other tenant of `tokens` is on the first GPU.
+
 `start`: 2 and 6 servers that start at the same moment with vLLM's default part of the memory. Modes `stock`, `gpumux`. Values: `up` (servers that are there), `seconds` (until the last one is there).
 """
 
@@ -152,8 +154,10 @@ def engine(
 ) -> Worker:
     """A server that starts."""
     arguments = {"attention_backend": options.attention} | (GRAPHS if options.graphs else {"enforce_eager": True}) | more
+    if options.ranks > 1:
+        arguments |= {"tensor_parallel_size": options.ranks, "distributed_executor_backend": "mp"}
     if mode.name == "elastic" if elastic is None else elastic:
-        arguments["worker_cls"] = "gpumux.vllm.Worker"
+        arguments |= {"distributed_executor_backend": "gpumux.vllm.Executor"} if options.ranks > 1 else {"worker_cls": "gpumux.vllm.Worker"}
     memory = arguments.pop("memory", options.memory)
     given = [str(options.model), "--memory", str(memory), "--context", str(context), "--engine", json.dumps(arguments), *flags]
     return Worker(name, given + (["--library", "stand-in"] if options.stand_in else []), mode, klass, program(mode.name))
@@ -436,6 +440,7 @@ def main() -> int:
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="decode by CUDA graphs")
     parser.add_argument("--room", default="1GiB", help="of `tokens`, beside what the engine has [%(default)s]")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of an engine, by vLLM's tensor parallelism [%(default)s]")
     parser.add_argument("--stand-in", action="store_true", help="another engine in vLLM's place, also on the emulated device")
     options = parser.parse_args()
     logs = common.begin(options)

@@ -3,6 +3,8 @@
 `granules`: memory of so many granules of one size is had and given back, at once and one by one. Cases: sizes of a granule. Values, of one
 granule: `commit_us`, `decommit_us` (64 at once), `one_commit_us`, `one_decommit_us`.
 
+`ranks`: the same of one process, and of two on two GPUs, that get memory together or not at all, as an engine's ranks do (`gpumux._ranks`). Modes: how many.
+
 `guarantee`: a borrower has all of the device that it can get, and a tenant with a guarantee of `--guarantee` wants that. Cases: the borrower's pages
 are `free`, `cached` or `in-use` (in the first two, 1 GiB is in use). Modes, what the borrower does: `cooperates` (waits for requests), `locked` (a thread
 holds Python's lock), `frozen` (both work without a pause, the borrower in class batch, the other in class latency), `dead` (killed; from then on). Values:
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import random
 import signal
 import statistics
@@ -39,6 +42,7 @@ PATIENCE_S = 180.0
 STATES, CONDITIONS = ["free", "cached", "in-use"], ["cooperates", "locked", "frozen", "dead"]
 PARTS = {
     "granules": (["2MiB", "16MiB", "64MiB"], ["gpumux"]),
+    "ranks": (["2MiB", "16MiB", "64MiB"], ["1", "2"]),
     "guarantee": (STATES, CONDITIONS),
     "random": (["two-pools"], ["gpumux"]),
 }
@@ -93,14 +97,15 @@ def moves(mode: Gpumux, name: str) -> int:
     return tenant(mode, name)["moves"]["outs"]
 
 
-def granules(results: Results, cases: Sequence[str], _modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
-    """What a granule costs."""
-    for case in cases:
+def granules(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+    """What a granule costs, of one process, or of so many ranks."""
+    for case, name in itertools.product(cases, modes):
         size = bytes_of(case)
-        with cell(results, f"granules {case}", logs), Gpumux("gpumux", logs) as mode:
-            command = worker(options.granules * size, options, "--granule", str(size))
+        ranks = ["--ranks", name] if name.isdigit() else []
+        with cell(results, f"granules {case}, {name}", logs), Gpumux("gpumux", logs) as mode:
+            command = worker(options.granules * size, options, "--granule", str(size), *ranks)
             with pool(mode, f"granules-{case}", command) as process:
-                results.add(case, "gpumux", order(process, "granules", count=options.granules, tries=options.tries))
+                results.add(case, name, order(process, "granules", count=options.granules, tries=options.tries))
 
 
 def guarantee(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
@@ -187,7 +192,7 @@ def random_takes(results: Results, _cases: Sequence[str], _modes: Sequence[str],
         results.add("two-pools", "gpumux", {"takes": taken, "moves": count, "changes": changes, **sums})
 
 
-RUN = {"granules": granules, "guarantee": guarantee, "random": random_takes}
+RUN = {"granules": granules, "ranks": granules, "guarantee": guarantee, "random": random_takes}
 
 
 def main() -> int:

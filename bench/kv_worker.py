@@ -7,9 +7,11 @@ import ctypes
 import json
 import random
 import statistics
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ class Driver:
         self.pool, self.words = pool, pool.page_bytes // 4
         self.cuda, self.found = ctypes.CDLL("libcuda.so.1"), (ctypes.c_uint32 * self.words)()
         self.context, at = ctypes.c_void_p(), ctypes.c_uint64()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), pool.device)
         self.call("cuCtxSetCurrent", self.context)
         self.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(MIB))
         self.scratch = at
@@ -93,9 +95,9 @@ class Worker:
         if not options.no_torch:
             import torch
 
-            torch.cuda.init()
+            torch.cuda.set_device(options.device)
             torch.zeros(1, device="cuda")
-        self.pool = kv.Pool(options.bytes, options.page, granule_bytes=options.granule, fallback=False)
+        self.pool = kv.Pool(options.bytes, options.page, granule_bytes=options.granule, fallback=False, device=options.device)
         self.contents: Any = Driver(self.pool) if options.no_torch else Torch(self.pool)
         self.kept: list[int] = []
         self.keys: list[int] = []
@@ -103,20 +105,14 @@ class Worker:
 
     def granules(self, count: int, tries: int) -> dict[str, float]:
         """What it costs to get and to give back memory of so many granules at once, and of one."""
-        memory, found = self.pool._memory, {}
-        for name, number in (("", count), ("one_", 1)):
-            commits, decommits = [], []
-            for _ in range(tries):
-                begin = time.perf_counter()
-                if answer := memory.commit(0, number, 10.0):
-                    raise RuntimeError(f"no memory for {number} granules: {answer}")
-                middle = time.perf_counter()
-                memory.decommit(0, number)
-                commits.append((middle - begin) / number * 1e6)
-                decommits.append((time.perf_counter() - middle) / number * 1e6)
-            # The first ones also ask the daemon for more.
-            found |= {f"{name}commit_us": statistics.median(commits), f"{name}decommit_us": statistics.median(decommits)}
-        return found
+        memory = self.pool._memory
+        return cost(lambda number: memory.commit(0, number, 10.0), lambda number: memory.decommit(0, number), count, tries)
+
+    def listen(self, key: str) -> dict[str, str]:
+        """As a rank: where it takes orders."""
+        from gpumux._ranks import Rank
+
+        return {"address": Rank(self.pool._memory, lambda *_: None).listen(key.encode())}
 
     def fill(self, state: str, keep: int) -> dict[str, float]:
         """Borrows all that there is, up to the pool's size: so many bytes in use, the rest in this state."""
@@ -140,7 +136,7 @@ class Worker:
             self.keys = self.pool.cached(rest)
         else:
             self.pool.free(rest)
-        return {"borrowed_gib": borrowed / GIB}
+        return {"holder_gib": borrowed / GIB}
 
     def get(self, size: int, wait_s: float) -> dict[str, float]:
         """Pages of so many bytes: how long that takes."""
@@ -214,6 +210,56 @@ class Worker:
         return {}
 
 
+class Ranks:
+    """Processes with a pool each, on a device each, which get memory together or not at all."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from gpumux._ranks import Ranks
+
+        given = [sys.executable, __file__, "--bytes", str(options.bytes), "--page", str(options.page), "--granule", str(options.granule)]
+        given += ["--no-torch"] if options.no_torch else []
+        key, pipe = "bench", subprocess.PIPE
+        # They end with their standard input, and so with this process.
+        self.processes = [subprocess.Popen([*given, "--device", str(it)], stdin=pipe, stdout=pipe, text=True) for it in range(options.ranks)]
+        self.answers = [self.answer(it) for it in self.processes]
+        for it in self.processes:
+            it.stdin.write(json.dumps({"do": "listen", "key": key}) + "\n")
+            it.stdin.flush()
+        self.ranks = Ranks([self.answer(it)["address"] for it in self.processes], key.encode(), options.granule)
+
+    @staticmethod
+    def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+        """The next one of a rank."""
+        return dict(json.loads(process.stdout.readline() or '{"error": "a rank has ended"}'))
+
+    def granules(self, count: int, tries: int) -> dict[str, float]:
+        """The same for all ranks together."""
+
+        def give(number: int) -> None:
+            self.ranks._tell("give", 0, number)
+            self.ranks.there([])
+
+        return cost(lambda number: self.ranks.commit(0, number, 10.0), give, count, tries)
+
+
+def cost(commit: Callable[[int], int], give: Callable[[int], object], count: int, tries: int) -> dict[str, float]:
+    """Medians, in microseconds a granule."""
+    found = {}
+    for name, number in (("", count), ("one_", 1)):
+        commits, decommits = [], []
+        for _ in range(tries):
+            begin = time.perf_counter()
+            if answer := commit(number):
+                raise RuntimeError(f"no memory for {number} granules: {answer}")
+            middle = time.perf_counter()
+            give(number)
+            commits.append((middle - begin) / number * 1e6)
+            decommits.append((time.perf_counter() - middle) / number * 1e6)
+        # The first ones also ask the daemon for more.
+        found |= {f"{name}commit_us": statistics.median(commits), f"{name}decommit_us": statistics.median(decommits)}
+    return found
+
+
 def main() -> None:
     """Carries out orders."""
     parser = argparse.ArgumentParser()
@@ -222,8 +268,11 @@ def main() -> None:
     parser.add_argument("--granule", type=int, default=16 * MIB)
     parser.add_argument("--salt", type=int, default=1)
     parser.add_argument("--no-torch", action="store_true")
-    worker = Worker(parser.parse_args())
-    print(json.dumps({"pages": worker.pool.pages}), flush=True)
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=0, help="processes that get memory together, each with a pool of this size")
+    options = parser.parse_args()
+    worker: Any = Ranks(options) if options.ranks else Worker(options)
+    print(json.dumps({}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         try:

@@ -31,8 +31,22 @@ def prompt_of(name: str, length: int) -> list[int]:
     return random.Random(name).choices(range(10, 30_010), k=length)
 
 
+def make_cold(worker: Any) -> None:
+    """In the process of one of vLLM's workers: its KV cache moves before its other memory."""
+    import gpumux
+
+    memory = worker.gpumux.range
+    gpumux.advise(memory.address, memory.header.bytes, gpumux.COLD)
+
+
+def memory_of(worker: Any) -> dict[str, int]:
+    """There, too: what its KV cache has, and what became of it."""
+    memory = worker.gpumux.range
+    return {"committed": memory.committed(), **memory.losses()}
+
+
 class Vllm:
-    """vLLM, in this process, with random weights."""
+    """vLLM, in this process (with several GPUs its workers are processes of their own), with random weights."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -58,10 +72,7 @@ class Vllm:
         self.blocks = getattr(self.scheduler, "gpumux", None)
         self.last: dict[str, Sequence[int]] = {}
         if options.cold and self.blocks:
-            import gpumux
-
-            memory = self.blocks.memory
-            gpumux.advise(memory.address, memory.header.bytes, gpumux.COLD)
+            self.llm.collective_rpc(make_cold)
 
     def add(self, name: str, prompt: Sequence[int], output: int, salt: str | None = None) -> None:
         """A request, which makes exactly so many tokens; the prefix cache serves only requests of the same salt."""
@@ -86,8 +97,9 @@ class Vllm:
         """Of which steps it has CUDA graphs, and what became of an elastic cache."""
         found = {"graphs": self.engine.vllm_config.compilation_config.cudagraph_mode.name}
         if self.blocks:
-            memory = self.blocks.memory
-            found |= {"refused": self.blocks.refused, "committed": memory.committed(), **memory.losses()}
+            ranks = self.llm.collective_rpc(memory_of)
+            found |= {"refused": self.blocks.refused, "committed": min(it["committed"] for it in ranks)}
+            found |= {name: sum(it[name] for it in ranks) for name in ("taken", "taken_cached", "moved")}
         return found
 
     def drop(self, names: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import json
 import tempfile
 import unittest
 import warnings
@@ -35,7 +36,7 @@ class Fake:
 
 
 def options(**others: object) -> argparse.Namespace:
-    given = {"left": engines.Budget(100), "seconds": 9.0, "requests": 2, "cache": 1 << 30, "attention": "X", "graphs": False, "memory": 0.5, "model": Path("m"), "stand_in": False}
+    given = {"left": engines.Budget(100), "seconds": 9.0, "requests": 2, "cache": 1 << 30, "attention": "X", "graphs": False, "memory": 0.5, "model": Path("m"), "stand_in": False, "ranks": 1}
     return argparse.Namespace(**given | others)
 
 
@@ -163,6 +164,15 @@ class Cells(unittest.TestCase):
         given = [call.args[1] for call in made.call_args_list]
         self.assertEqual([("gpumux.vllm.Worker" in it[6]) for it in given], [True, False])
         self.assertEqual(given[1][7:], ["--cold", "--library", "stand-in"])
+
+    def test_engine_of_several_gpus_has_the_executor_of_its_mode(self) -> None:
+        with mock.patch.object(engines, "Worker") as made:
+            for mode in "stock", "elastic":
+                engines.engine(Mode(mode, Path(".")), "engine", options(ranks=2))
+        stock, elastic = (json.loads(call.args[1][6]) for call in made.call_args_list)
+        self.assertEqual((stock["tensor_parallel_size"], stock["distributed_executor_backend"]), (2, "mp"))
+        self.assertEqual((elastic["tensor_parallel_size"], elastic["distributed_executor_backend"]), (2, "gpumux.vllm.Executor"))
+        self.assertNotIn("worker_cls", elastic)
 
     def test_spent_budget_ends_a_cell(self) -> None:
         with self.assertRaisesRegex(BenchError, "budget"):

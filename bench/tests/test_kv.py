@@ -3,6 +3,8 @@
 import sys
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,6 +23,18 @@ class Cases(unittest.TestCase):
     def test_orders_are_methods_of_the_worker(self) -> None:
         for order in ("granules", "fill", "get", "release", "verify", "shuffle", "lock", "work"):
             self.assertTrue(callable(getattr(kv_worker.Worker, order)))
+
+    def test_answer_of_fill_has_what_the_benchmark_asks_for(self) -> None:
+        left = [3, 0]
+        alloc = lambda count, wait_s: list(range(min(count, left.pop(0)))) or None  # noqa: E731
+        pool = SimpleNamespace(pages=9, page_bytes=1 << 30, alloc=alloc, free=lambda _pages: None)
+        worker = kv_worker.Worker.__new__(kv_worker.Worker)
+        worker.pool, worker.kept, worker.salt, worker.contents = pool, [], 1, SimpleNamespace(write=lambda *_: None)
+        answers = {"fill": worker.fill("free", keep=1 << 30), "get": {"ms": 5.0, "wrong": 0}, "verify": {"wrong": 0, "verified_gib": 1.0, "taken": 0}}
+        options = SimpleNamespace(rounds=1, keep="1GiB", guarantee="1GiB")
+        with mock.patch.object(kv, "order", lambda _process, do, **_: answers.get(do, {})), mock.patch.object(kv, "moves", lambda *_: 0):
+            found = kv.one(None, None, None, "free", "cooperates", options)  # type: ignore[arg-type]
+        self.assertEqual((found["holder_gib"], found["ms"], len(worker.kept)), (3.0, 5.0, 1))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,33 @@
 //! Which devices a tenant may use, and what is admitted and seen there.
 
-use gpumux_tests::{Node, Process, Run};
+use gpumux_tests::{Node, Options, Process, Run, real};
 use serde_json::Value;
 
 use crate::TICKS;
+
+/// Their UUIDs are in another order.
+#[test]
+fn devices_and_their_memory_are_listed_by_number() {
+    if real() {
+        eprintln!("SKIPPED: a machine with four devices is needed");
+        return;
+    }
+    let node = Node::with(Options {
+        devices: 4,
+        ..Options::default()
+    });
+    let devices = node.get("/v1/devices");
+    let numbers: Vec<_> = values(&devices, "index").collect();
+    assert_eq!(numbers, [0, 1, 2, 3], "{devices:#}");
+    let uuids: Vec<_> = values(&devices, "uuid").collect();
+    assert!(!uuids.is_sorted_by_key(|it| it.as_str()), "{uuids:?}");
+    let memory = node.get("/v1/memory");
+    assert_eq!(values(&memory, "device").collect::<Vec<_>>(), uuids);
+}
+
+fn values<'a>(list: &'a Value, key: &'a str) -> impl Iterator<Item = &'a Value> {
+    list.as_array().into_iter().flatten().map(move |it| &it[key])
+}
 
 #[test]
 fn guarantee_is_booked_on_the_devices_that_are_named() {

@@ -1,6 +1,7 @@
 //! What every request has at hand. What was seen last is kept for when the driver keeps the scheduling thread in a control.
 
 use std::{
+    collections::BTreeMap,
     future::Future,
     net::SocketAddr,
     path::PathBuf,
@@ -127,6 +128,13 @@ impl Api {
                 device.state = trouble.into();
             }
         }
+        // Devices are listed by number, and so is their memory.
+        let unknown = u32::MAX;
+        (view.devices).sort_by_key(|device| device.index.unwrap_or(unknown));
+        let number: BTreeMap<&str, u32> = (view.devices.iter())
+            .filter_map(|device| Some((&*device.uuid, device.index?)))
+            .collect();
+        (view.memory).sort_by_key(|line| number.get(&*line.uuid).copied().unwrap_or(unknown));
     }
 
     /// All that there is, as JSON; made at most as often as it is sent to one.
