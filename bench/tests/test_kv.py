@@ -25,7 +25,7 @@ class Cases(unittest.TestCase):
             self.assertTrue(callable(getattr(kv_worker.Worker, order)))
 
     def test_answer_of_fill_has_what_the_benchmark_asks_for(self) -> None:
-        left = [3, 0]
+        left = [1, 1, 1, 0]
         alloc = lambda count, wait_s: list(range(min(count, left.pop(0)))) or None  # noqa: E731
         pool = SimpleNamespace(pages=9, page_bytes=1 << 30, alloc=alloc, free=lambda _pages: None)
         worker = kv_worker.Worker.__new__(kv_worker.Worker)

@@ -26,7 +26,10 @@ fn devices_and_their_memory_are_listed_by_number() {
 }
 
 fn values<'a>(list: &'a Value, key: &'a str) -> impl Iterator<Item = &'a Value> {
-    list.as_array().into_iter().flatten().map(move |it| &it[key])
+    list.as_array()
+        .into_iter()
+        .flatten()
+        .map(move |it| &it[key])
 }
 
 #[test]
