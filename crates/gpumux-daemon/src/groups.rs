@@ -18,6 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use gpumux_core::Class;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::{
@@ -798,12 +799,13 @@ impl Membership {
         &self.group.key
     }
 
-    /// What a program needs to join the group, confined to so many percent of the SMs.
-    pub(crate) fn environment(&self, percent: u32) -> BTreeMap<String, String> {
+    /// What a program of this class needs to join the group, confined to so many percent of the SMs. MPS has two priorities: normal, and one below.
+    pub(crate) fn environment(&self, percent: u32, class: Class) -> BTreeMap<String, String> {
         let paths = self.group.environment().into_iter();
         let paths = paths.map(|(name, path)| (name, path.display().to_string()));
         let percent = (percent < 100).then(|| (MPS_VARIABLES[2], percent.to_string()));
-        let all = paths.chain(percent);
+        let priority = u32::from(class != Class::Latency).to_string();
+        let all = (paths.chain(percent)).chain([(MPS_VARIABLES[3], priority)]);
         all.map(|(name, value)| (name.to_owned(), value)).collect()
     }
 }

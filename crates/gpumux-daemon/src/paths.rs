@@ -13,11 +13,12 @@ use rustix::{
     process::getuid,
 };
 
-/// Variables that lead a program to an MPS server.
-pub const MPS_VARIABLES: [&str; 3] = [
+/// Variables that lead a program to an MPS server, and say how it is treated there.
+pub const MPS_VARIABLES: [&str; 4] = [
     "CUDA_MPS_PIPE_DIRECTORY",
     "CUDA_MPS_LOG_DIRECTORY",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_CLIENT_PRIORITY",
 ];
 
 /// The system daemon's directory.

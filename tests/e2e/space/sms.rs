@@ -56,6 +56,22 @@ fn member_starts_with_sms_by_guarantees_limits_and_profiles() {
     assert_eq!(percent(&again), "20");
 }
 
+/// Whatever the user's shell says.
+#[test]
+fn group_members_have_the_priority_of_their_class() {
+    let node = Node::start();
+    let variable = "CUDA_MPS_CLIENT_PRIORITY";
+    let classes = [("latency", "0\n"), ("standard", "1\n"), ("batch", "1\n")];
+    for (class, expected) in classes {
+        let mut command = node.tenant(&format!("{GROUP} --class {class}"), "sh -c");
+        command.arg(format!("echo ${variable}")).env(variable, "7");
+        assert_eq!(command.run().ok().out, expected, "{class}");
+    }
+    let mut alone = node.tenant("", "sh -c");
+    alone.arg(format!("echo ${variable}")).env(variable, "7");
+    assert_eq!(alone.run().ok().out, "7\n", "for an MPS of the user's own");
+}
+
 /// Kernels that need a quarter of an H100's SMs, and such that use all. By themselves they would fit the SMs that they see.
 const SMALL: &str =
     "gpumux workload batch --iterations 400000 --blocks 33 --in-flight 2 --seconds 600";

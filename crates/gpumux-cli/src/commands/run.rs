@@ -74,7 +74,8 @@ Exit codes:
 
 Environment given to the program: LD_PRELOAD (libgpumux.so is put first), GPUMUX_SOCKET, \
 GPUMUX_TENANT and, with --strict, GPUMUX_STRICT=1; in a group also CUDA_MPS_PIPE_DIRECTORY and \
-CUDA_MPS_LOG_DIRECTORY, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit there; with \
+CUDA_MPS_LOG_DIRECTORY, CUDA_MPS_CLIENT_PRIORITY (0 in class latency, else 1), and \
+CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit there; with \
 --memory-limit GPUMUX_MEMORY_LIMIT, by which programs see it before they use the device; with --keep-memory \
 GPUMUX_KEEPER; with --gpu \
 CUDA_VISIBLE_DEVICES and, where these are numbers, CUDA_DEVICE_ORDER=PCI_BUS_ID. For Python, its launchers \
@@ -347,7 +348,7 @@ fn enter(
 
 /// Puts what a tenant's processes need into a program's environment.
 pub(super) fn equip(program: &mut Command, tenant: Created, shim: &Path) {
-    let [pipes, _, percentage] = paths::MPS_VARIABLES;
+    let [pipes, _, percentage, _] = paths::MPS_VARIABLES;
     // A part of the SMs is what the daemon gives in its groups; that of the caller's shell is for another server.
     if tenant.environment.contains_key(pipes) {
         program.env_remove(percentage);

@@ -219,7 +219,7 @@ impl Tenants {
         };
         let token = new.token.unwrap_or_else(secret);
         let mut environment = match &membership {
-            Some(membership) => membership.environment(placement.percent_of_each()),
+            Some(membership) => membership.environment(placement.percent_of_each(), spec.class),
             None => BTreeMap::new(),
         };
         // A container has numbers of its own.
