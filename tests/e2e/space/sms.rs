@@ -63,7 +63,10 @@ fn group_members_have_the_priority_of_their_class() {
     let variable = "CUDA_MPS_CLIENT_PRIORITY";
     let classes = [("latency", "0\n"), ("standard", "1\n"), ("batch", "1\n")];
     for (class, expected) in classes {
-        let mut command = node.tenant(&format!("--trust team --class {class}"), "sh -c");
+        let mut command = node.tenant(
+            &format!("--trust team --sharing space --class {class}"),
+            "sh -c",
+        );
         command.arg(format!("echo ${variable}")).env(variable, "7");
         assert_eq!(command.run().ok().out, expected, "{class}");
     }
