@@ -141,6 +141,12 @@ impl Node {
         });
     }
 
+    /// It gets so much without the others.
+    fn has(&mut self, process: u64, gib: u64) {
+        self.ask_part(process, 1, Part { of: 1, parts: 1 }, gib);
+        self.keep(process, gib);
+    }
+
     fn both(&mut self, tenant: u64, of: u32, gib: u64) {
         (0..RANKS).for_each(|rank| self.ask(tenant * RANKS + rank, of, gib));
     }
@@ -315,6 +321,20 @@ fn nothing_is_freed_on_one_device_in_vain() {
     node.event(free(3, 10));
     node.run_for(Micros::from_secs(1));
     assert_eq!(node.closed, [2], "one after the other");
+}
+
+/// A tenant that is to sleep has memory of the other device only.
+#[test]
+fn sleeper_frees_no_more_of_a_device_than_it_has() {
+    let mut node = Node::new(3, MemoryPolicy::SwapOthers);
+    node.has(2, 15);
+    node.has(5, 4);
+    node.run_for(Micros::from_secs(60));
+    node.event(Event::Sleep(TenantId(2), 1));
+    assert_eq!(node.closed, [4, 5]);
+    node.both(0, 1, 10);
+    node.run_for(Micros::from_millis(500));
+    assert_eq!(node.closed, [4, 5, 2, 3]);
 }
 
 /// A tenant frees what it does not use on one device, and then on the other: no third one is moved meanwhile.
