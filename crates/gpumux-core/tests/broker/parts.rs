@@ -134,12 +134,16 @@ impl Node {
     }
 
     fn ask_part(&mut self, process: u64, ticket: u32, part: Part, gib: u64) {
+        self.ask_kind(process, ticket, part, gib, Kind::Movable);
+    }
+
+    fn ask_kind(&mut self, process: u64, ticket: u32, part: Part, gib: u64, kind: Kind) {
         let ask = Ask {
             device: DEVICES[(process % RANKS) as usize].into(),
             total: CAPACITY,
             need: gib * GIB,
             want: (gib + 1) * GIB,
-            kind: Kind::Movable,
+            kind,
             part: Some(part),
         };
         self.event(Event::Ask {
@@ -306,6 +310,20 @@ fn parts_on_one_device_are_added() {
             1 => assert_eq!(own, [(1, 8 * GIB), (2, 8 * GIB)]),
             _ => assert_eq!(own, [(2, 0)]),
         }
+    }
+}
+
+/// Each would fit alone, but not both, whatever others free.
+#[test]
+fn parts_of_both_kinds_on_one_device_are_added() {
+    for (gib, answers) in [(8, [8, 8]), (12, [0, 0])] {
+        let mut node = Node::new(1, MemoryPolicy::Wait);
+        for (ticket, kind) in [(1, Kind::Movable), (2, Kind::Pinned)] {
+            node.ask_kind(0, ticket, Part { of: 1, parts: 2 }, gib, kind);
+        }
+        node.run_for(Micros::from_secs(2));
+        let given: Vec<u64> = node.answers.values().map(|it| it / GIB).collect();
+        assert_eq!(given, answers);
     }
 }
 
