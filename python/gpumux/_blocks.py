@@ -287,19 +287,25 @@ class Blocks:
     def _grow(self, need: int, wait_s: float) -> None:
         """Holds more granules: those left to others that are still there, then ones that get memory, then ones with a cache."""
         aside = []
-        there: set[int] | None = None
         while self._lacks(need) > 0 and self._left.numbers:
             granule = self._left.pop()
             if self._held[granule]:
                 continue
-            if not self._plain[granule] and there is None:
-                there = set(self.memory.there([it for it in (granule, *self._left.numbers) if not self._plain[it]]))
-            if not self._plain[granule] and there and granule in there:
+            if not self._plain[granule]:
                 aside.append(granule)
                 continue
             self._take_back([granule])
             if not self._held[granule]:
                 self._out.push(granule)
+        # Others may have taken some with a cache only: these can get memory, too. To ask takes long with ranks.
+        if (few := math.ceil(self._lacks(need) / self._per) - len(self._out.numbers)) > 0 and aside:
+            there = set(self.memory.there(aside))
+            lost = [it for it in aside if it not in there][:few]
+            aside = sorted(set(aside).difference(lost))
+            self._take_back(lost)
+            for granule in lost:
+                if not self._held[granule]:
+                    self._out.push(granule)
         if (lacks := self._lacks(need)) > 0 and self._out.numbers and not self._commit(math.ceil(lacks / self._per), wait_s):
             self.refused += 1
             self._again = self._clock() + _AGAIN_S

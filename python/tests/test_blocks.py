@@ -159,6 +159,22 @@ class Steps(unittest.TestCase):
         made.range.room = 3
         self.assertEqual([it.block_id for it in made.step(3)], [10, 11, 1])
 
+    def test_ranks_are_asked_about_caches_only_when_all_else_lacks(self) -> None:
+        made, asked = Made(16), list[list[int]]()
+        there = made.range.there
+        made.range.there = lambda granules: asked.append(list(granules)) or there(granules)
+        found = made.step(11)
+        for block in found[:7]:
+            block.block_hash = block.block_id
+        made.blocks.append_n(found)
+        made.blocks.end(idle=True)
+        made.step(4)  # one granule is free
+        made.step(4)  # one has no memory
+        self.assertEqual(asked, [])
+        made.range.take(1)
+        self.assertEqual(sorted(it.block_id for it in made.step(4)), [4, 5, 6, 7])
+        self.assertEqual(asked, [[1]])
+
     def test_wait_is_long_only_for_what_has_no_substitute(self) -> None:
         made, waits = Made(), list[float]()
         commit = made.range.commit

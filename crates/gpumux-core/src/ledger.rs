@@ -258,6 +258,34 @@ impl Ledger {
         Ok(())
     }
 
+    /// How much more a tenant could have at most, with all others at the least that they must have.
+    ///
+    /// # Errors
+    /// When `need` cannot be had ever, or not within the limit.
+    pub fn could_ask(&self, tenant: TenantId, need: u64, kind: Kind) -> Result<u64, Denied> {
+        let entry = self.entry(tenant);
+        let held = entry.holding.all();
+        let limit = entry.share.limit;
+        let below_limit = limit.saturating_sub(held);
+        if need > below_limit {
+            return Err(Denied::Limit { limit, held });
+        }
+        let (has, others) = match kind {
+            Kind::Movable => (
+                entry.holding.resident(),
+                self.others(tenant)
+                    .fold(0u64, |sum, it| sum.saturating_add(it.holding.pinned)),
+            ),
+            Kind::Pinned => (entry.holding.pinned, self.entitled(tenant)),
+        };
+        let most = self.usable().saturating_sub(others);
+        let asked = has.saturating_add(need);
+        match asked > most {
+            true => Err(Denied::Never { asked, most }),
+            false => Ok(below_limit.min(most - has)),
+        }
+    }
+
     /// Hands out at least `need` and at most `want` bytes.
     ///
     /// # Errors
@@ -269,34 +297,14 @@ impl Ledger {
         want: u64,
         kind: Kind,
     ) -> Result<u64, Denied> {
-        let entry = self.entry(tenant);
-        let held = entry.holding.all();
-        let limit = entry.share.limit;
-        let below_limit = limit.saturating_sub(held);
-        if need > below_limit {
-            return Err(Denied::Limit { limit, held });
-        }
-        // With all others at the least that they must have.
-        let (has, others) = match kind {
-            Kind::Movable => (
-                entry.holding.resident(),
-                self.others(tenant)
-                    .fold(0u64, |sum, it| sum.saturating_add(it.holding.pinned)),
-            ),
-            Kind::Pinned => (entry.holding.pinned, self.entitled(tenant)),
-        };
-        let most = self.usable().saturating_sub(others);
-        let asked = has.saturating_add(need);
-        if asked > most {
-            return Err(Denied::Never { asked, most });
-        }
+        let most = self.could_ask(tenant, need, kind)?;
         let free = self.free();
         if need > free {
             return Err(Denied::Full {
                 missing: need - free,
             });
         }
-        let given = want.max(need).min(below_limit).min(free).min(most - has);
+        let given = want.max(need).min(most).min(free);
         let holding = &mut self.tenants.entry(tenant).or_default().holding;
         match kind {
             Kind::Movable => holding.movable = holding.movable.saturating_add(given),

@@ -671,21 +671,25 @@ impl Accounting {
 
     /// Why a request could never be granted as things are, however much were moved away; none if it could.
     pub(super) fn could_ask(&self, parts: &[(ProcessId, Ask)]) -> Option<Denied> {
-        let mut sums: BTreeMap<(&str, bool), (&ProcessId, u64)> = BTreeMap::new();
-        for (process, ask) in parts {
-            let stays = ask.kind == Kind::Pinned;
-            let sum = sums.entry((&ask.device, stays)).or_insert((process, 0));
-            sum.1 = sum.1.saturating_add(ask.need);
+        let tenant = self.tenant_of(parts.first()?.0)?;
+        // By device: all, and what of that is pinned.
+        let mut sums: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
+        for (_, ask) in parts {
+            let (all, pinned) = sums.entry(&ask.device).or_default();
+            *all = all.saturating_add(ask.need);
+            if ask.kind == Kind::Pinned {
+                *pinned = pinned.saturating_add(ask.need);
+            }
         }
-        let denied = sums
-            .into_iter()
-            .filter_map(|((uuid, stays), (process, need))| {
-                let tenant = self.tenant_of(*process)?;
-                let kind = if stays { Kind::Pinned } else { Kind::Movable };
-                let mut ledger = self.devices.get(uuid)?.ledger.clone();
-                ledger.ask(tenant, need, need, kind).err()
-            });
-        { denied }.find(|it| !matches!(it, Denied::Full { .. }))
+        sums.into_iter().find_map(|(uuid, (all, pinned))| {
+            let ledger = &self.devices.get(uuid)?.ledger;
+            let could = |need, kind| ledger.could_ask(tenant, need, kind).err();
+            // What is pinned leaves less to what is movable.
+            let movable = || could(all, Kind::Movable).filter(|_| all > pinned);
+            could(pinned, Kind::Pinned)
+                .filter(|_| pinned > 0)
+                .or_else(movable)
+        })
     }
 
     /// A process reports all that it has. What its first report holds beyond what it was granted was there before.

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     ASKS_LOOKED_AT, Activity, Ask, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, Order,
-    PATIENCE, PATIENCE_FOR_TURNS, Place, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM, TRIM_HEDGE,
-    TRIM_PAUSE, Tenant, TenantId,
+    PATIENCE, PATIENCE_FOR_TURNS, Place, RECLAIM, RECLAIM_PAUSE, TRIM, TRIM_HEDGE, TRIM_PAUSE,
+    Tenant, TenantId,
     model::{Age, Mutation, ProcessId, Round, Step, Why},
     turn,
 };
@@ -402,6 +402,9 @@ impl Broker {
         // What is freed without a copy, and whether leases may still come back.
         let mut freed: BTreeMap<TenantId, (String, u64)> = BTreeMap::new();
         let mut trimming = false;
+        // What programs are asked for, with their processes, and whether a device depends on that.
+        let mut reclaims = Vec::new();
+        let mut depends = false;
         let uuids = claim
             .needs
             .keys()
@@ -433,7 +436,9 @@ impl Broker {
                 }
                 continue;
             }
-            if self.reclaim(now, uuid, missing, &offers, out) {
+            if let Some(processes) = self.due_to_reclaim(now, uuid, &offers) {
+                reclaims.push((uuid.clone(), missing, processes));
+                depends |= choose(missing, &offers).is_none();
                 continue;
             }
             // A process that asks for memory will often ask for more.
@@ -451,16 +456,24 @@ impl Broker {
         if trimming {
             chosen.clear();
             freed.clear();
+            reclaims.clear();
         }
         if collecting && let Err(full) = self.reserve_host(&chosen) {
             self.host_is_full(now, claim, &chosen, full, out);
             if !self.has(Mutation::MoveInVain) {
-                // To move some of them would not serve the claim. What comes free already is kept for it.
+                // To move some of them, or to free some, would not serve the claim. What comes free already is kept for it.
                 collecting = coming.values().any(|it| *it > 0);
+                freed.clear();
+                reclaims.clear();
                 aside
                     .unmoved
                     .extend(std::mem::take(&mut chosen).into_keys());
             }
+        }
+        if depends {
+            // What programs give back may not suffice.
+            freed.clear();
+            (std::mem::take(&mut chosen).into_keys()).for_each(|it| self.free_host(it));
         }
         if self.has(Mutation::TakeComing) || collecting {
             for (uuid, comes) in coming {
@@ -468,6 +481,9 @@ impl Broker {
             }
         }
         if collecting {
+            for (uuid, missing, processes) in reclaims {
+                self.reclaim(now, uuid, missing, processes, out);
+            }
             for (holder, (uuid, part)) in freed {
                 let home = |it: &Tenant| it.place == Place::Home;
                 if self.tenants.get(&holder).is_some_and(home) {
@@ -553,59 +569,62 @@ impl Broker {
         }
     }
 
-    /// Has programs give caches back, one tenant after the other, for at most [`RECLAIM`]. Whether one is asked now.
-    fn reclaim(
-        &mut self,
+    /// The processes of the next tenant whose programs can give caches back, for at most [`RECLAIM`]: none while some are asked; no set if
+    /// no more can come.
+    fn due_to_reclaim(
+        &self,
         now: Micros,
         uuid: &str,
-        missing: u64,
         offers: &[Offer],
-        out: &mut Vec<Command>,
-    ) -> bool {
-        let reclaim = self.reclaims.entry(uuid.to_owned()).or_default();
-        if !reclaim.waiting.is_empty() {
-            return true;
+    ) -> Option<BTreeSet<ProcessId>> {
+        if let Some(reclaim) = self.reclaims.get(uuid) {
+            if !reclaim.waiting.is_empty() {
+                return Some(BTreeSet::new());
+            }
+            if (reclaim.until..reclaim.until + RECLAIM_PAUSE).contains(&now) {
+                return None;
+            }
         }
-        let fresh = now >= reclaim.until + RECLAIM_PAUSE || reclaim.op == 0;
-        if !fresh && now >= reclaim.until {
-            return false;
-        }
-        for offer in offers {
+        let of = |offer: &Offer| -> BTreeSet<ProcessId> {
             let home = self.tenants.get(&offer.tenant).map(|it| &it.place) == Some(&Place::Home);
             let due = |it: &super::Process| {
                 let paused = it.reclaimed.is_some_and(|at| now < at + RECLAIM_PAUSE);
                 home && it.tenant == offer.tenant && it.reclaims && !paused
             };
-            let due = (self.processes.iter_mut()).filter(|(_, it)| due(it));
-            let waiting: BTreeSet<ProcessId> = due
-                .map(|(process, it)| {
-                    it.reclaimed = Some(now);
-                    *process
-                })
-                .collect();
-            if waiting.is_empty() {
-                continue;
-            }
-            self.ops += 1;
-            for process in &waiting {
-                let order = Order::Reclaim {
-                    device: uuid.to_owned(),
-                    bytes: missing,
-                };
-                out.push(Command::Order(*process, self.ops, order));
-            }
-            let until = match fresh {
-                true => now + RECLAIM,
-                false => reclaim.until,
-            };
-            *reclaim = Reclaim {
-                op: self.ops,
-                waiting,
-                until,
-            };
-            return true;
+            let due = self.processes.iter().filter(|(_, it)| due(it));
+            due.map(|(process, _)| *process).collect()
+        };
+        offers.iter().map(of).find(|it| !it.is_empty())
+    }
+
+    /// Has programs give caches back.
+    fn reclaim(
+        &mut self,
+        now: Micros,
+        uuid: String,
+        missing: u64,
+        waiting: BTreeSet<ProcessId>,
+        out: &mut Vec<Command>,
+    ) {
+        if waiting.is_empty() {
+            return;
         }
-        false
+        self.ops += 1;
+        for process in &waiting {
+            if let Some(it) = self.processes.get_mut(process) {
+                it.reclaimed = Some(now);
+            }
+            let order = Order::Reclaim {
+                device: uuid.clone(),
+                bytes: missing,
+            };
+            out.push(Command::Order(*process, self.ops, order));
+        }
+        let reclaim = self.reclaims.entry(uuid).or_default();
+        if now >= reclaim.until {
+            reclaim.until = now + RECLAIM;
+        }
+        (reclaim.op, reclaim.waiting) = (self.ops, waiting);
     }
 
     /// What others can free of a device without a copy, if that suffices: what has no contents first, then caches; of each that of

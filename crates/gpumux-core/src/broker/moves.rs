@@ -961,7 +961,8 @@ impl Leaving {
         match counts {
             true => {
                 let part = self.parts.get(uuid).copied().unwrap_or(0);
-                part.saturating_sub(self.freed(uuid, movable))
+                // All of it may be asked for, which is no more than it has.
+                part.saturating_sub(self.freed(uuid, movable)).min(movable)
             }
             false => 0,
         }

@@ -68,7 +68,9 @@ impl Division for Priority {
 
     fn divide(&self, claims: &[Claim]) -> Vec<f64> {
         let guaranteed = guarantees(claims);
-        let mut shares = guaranteed.clone();
+        // Here already: what is given later is taken from a tenant that is at its limit, too.
+        let least = EQUAL / claims.len() as f64;
+        let mut shares: Vec<f64> = guaranteed.iter().map(|it| it.max(least)).collect();
         for class in Class::ALL {
             let pull = |claim: &Claim, counts: bool| if counts { claim.weight } else { 0.0 };
             let lower: f64 = claims.iter().map(|it| pull(it, it.class > class)).sum();
@@ -319,7 +321,7 @@ mod tests {
                     claim(Batch, 0.5, 1.0, 1.0),
                     plain(Batch),
                 ],
-                [0.5, 0.5, 0.0],
+                [0.5, 0.5, EQUAL / 3.0],
             ),
         ] {
             check(&Priority, &claims, &expected);
@@ -410,6 +412,18 @@ mod tests {
     fn all_at_their_limit_share_the_rest_in_proportion() {
         let at = |limit| of(0, claim(Class::Standard, 0.0, limit, 1.0));
         near(&divided(&[at(0.2), at(0.4)]), &[1.0 / 3.0, 2.0 / 3.0]);
+    }
+
+    /// The more it asks for, the less weights alone would leave to the batch tenant: that has its equal part then, but not of this one's share.
+    #[test]
+    fn share_at_its_limit_stays_when_weight_or_guarantee_rises() {
+        use Class::{Batch, Latency, Standard};
+        for (guaranteed, weight) in [(0.0, 10.0), (0.0, 30.0), (0.1, 10.0)] {
+            let own = of(0, claim(Latency, guaranteed, 0.38, weight));
+            let owner = of(0, claim(Standard, 0.6, 1.0, 0.95));
+            let shares = divided(&[own, owner, of(0, claim(Batch, 0.0, 1.0, 0.05))]);
+            assert!((shares[0] - 0.38).abs() < 1e-9, "{shares:?}");
+        }
     }
 
     #[test]

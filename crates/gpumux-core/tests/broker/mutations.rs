@@ -18,7 +18,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 28] = [
+    let all: [(Mutation, fn()); 29] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -99,6 +99,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::MoveInVain,
             host::full_host_moves_no_tenant_for_a_claim,
+        ),
+        (
+            Mutation::MoveInVain,
+            parts::nothing_is_freed_on_one_device_when_the_host_is_full,
         ),
         (
             Mutation::PartByPart,

@@ -26,11 +26,17 @@ struct Node {
     holds: BTreeMap<u64, u64>,
     /// Processes that were to close their gates.
     closed: Vec<u64>,
+    /// Processes whose programs were to give caches back.
+    reclaimed: Vec<u64>,
 }
 
 impl Node {
     fn new(tenants: u64, policy: MemoryPolicy) -> Self {
-        let broker = Broker::new(u64::MAX);
+        Self::with_host(tenants, policy, u64::MAX)
+    }
+
+    fn with_host(tenants: u64, policy: MemoryPolicy, host: u64) -> Self {
+        let broker = Broker::new(host);
         let mut node = Self {
             now: Micros::from_secs(1000),
             broker: match MUTATION.get() {
@@ -40,6 +46,7 @@ impl Node {
             answers: BTreeMap::new(),
             holds: BTreeMap::new(),
             closed: Vec::new(),
+            reclaimed: Vec::new(),
         };
         for uuid in DEVICES {
             node.event(Event::Device {
@@ -85,6 +92,7 @@ impl Node {
                 }
                 Command::Order(process, _, Order::Trim) => self.report(process.0),
                 Command::Order(process, _, Order::Quiesce { .. }) => self.closed.push(process.0),
+                Command::Order(process, _, Order::Reclaim { .. }) => self.reclaimed.push(process.0),
                 _ => {}
             }
         }
@@ -126,12 +134,16 @@ impl Node {
     }
 
     fn ask_part(&mut self, process: u64, ticket: u32, part: Part, gib: u64) {
+        self.ask_kind(process, ticket, part, gib, Kind::Movable);
+    }
+
+    fn ask_kind(&mut self, process: u64, ticket: u32, part: Part, gib: u64, kind: Kind) {
         let ask = Ask {
             device: DEVICES[(process % RANKS) as usize].into(),
             total: CAPACITY,
             need: gib * GIB,
             want: (gib + 1) * GIB,
-            kind: Kind::Movable,
+            kind,
             part: Some(part),
         };
         self.event(Event::Ask {
@@ -139,6 +151,21 @@ impl Node {
             ticket,
             ask,
         });
+    }
+
+    /// It gets so much without the others.
+    fn has(&mut self, process: u64, gib: u64) {
+        self.ask_part(process, 1, Part { of: 1, parts: 1 }, gib);
+        self.keep(process, gib);
+    }
+
+    /// The memory of this tenant is not moved: it shares a group.
+    fn stays(&mut self, tenant: u64) {
+        let member = Activity {
+            in_group: true,
+            ..Activity::default()
+        };
+        self.event(Event::Activity(vec![(TenantId(tenant), member)]));
     }
 
     fn both(&mut self, tenant: u64, of: u32, gib: u64) {
@@ -286,6 +313,20 @@ fn parts_on_one_device_are_added() {
     }
 }
 
+/// Each would fit alone, but not both, whatever others free.
+#[test]
+fn parts_of_both_kinds_on_one_device_are_added() {
+    for (gib, answers) in [(8, [8, 8]), (12, [0, 0])] {
+        let mut node = Node::new(1, MemoryPolicy::Wait);
+        for (ticket, kind) in [(1, Kind::Movable), (2, Kind::Pinned)] {
+            node.ask_kind(0, ticket, Part { of: 1, parts: 2 }, gib, kind);
+        }
+        node.run_for(Micros::from_secs(2));
+        let given: Vec<u64> = node.answers.values().map(|it| it / GIB).collect();
+        assert_eq!(given, answers);
+    }
+}
+
 /// A process reports so much that it can free without a copy.
 fn free(process: u64, gib: u64) -> Event {
     Event::Droppable {
@@ -303,11 +344,7 @@ fn free(process: u64, gib: u64) -> Event {
 fn nothing_is_freed_on_one_device_in_vain() {
     let mut node = Node::new(2, MemoryPolicy::SwapOthers);
     node.both(1, 1, 15);
-    let member = Activity {
-        in_group: true,
-        ..Activity::default()
-    };
-    node.event(Event::Activity(vec![(TenantId(1), member)]));
+    node.stays(1);
     node.event(free(2, 10));
     node.both(0, 1, 10);
     node.run_for(Micros::from_secs(1));
@@ -315,6 +352,75 @@ fn nothing_is_freed_on_one_device_in_vain() {
     node.event(free(3, 10));
     node.run_for(Micros::from_secs(1));
     assert_eq!(node.closed, [2], "one after the other");
+}
+
+/// A tenant that is to sleep has memory of the other device only.
+#[test]
+fn sleeper_frees_no_more_of_a_device_than_it_has() {
+    let mut node = Node::new(3, MemoryPolicy::SwapOthers);
+    node.has(2, 15);
+    node.has(5, 4);
+    node.run_for(Micros::from_secs(60));
+    node.event(Event::Sleep(TenantId(2), 1));
+    assert_eq!(node.closed, [4, 5]);
+    node.both(0, 1, 10);
+    node.run_for(Micros::from_millis(500));
+    assert_eq!(node.closed, [4, 5, 2, 3]);
+}
+
+/// Of the other device some comes free, but the host has no room for the rest.
+#[test]
+pub(crate) fn nothing_is_freed_on_one_device_when_the_host_is_full() {
+    let mut node = Node::with_host(4, MemoryPolicy::SwapOthers, 5 * GIB);
+    for (process, gib) in [(2, 15), (5, 4), (7, 11)] {
+        node.has(process, gib);
+    }
+    node.stays(1);
+    node.event(free(2, 10));
+    node.run_for(Micros::from_secs(60));
+    node.event(Event::Sleep(TenantId(2), 1));
+    node.both(0, 1, 10);
+    node.run_for(Micros::from_millis(500));
+    assert_eq!(node.closed, [4, 5], "of these some comes free");
+}
+
+/// Programs give caches back on one device only if the other can have enough, too.
+#[test]
+fn no_program_is_asked_for_caches_in_vain() {
+    for host in [u64::MAX, GIB] {
+        let mut node = Node::with_host(3, MemoryPolicy::SwapOthers, host);
+        node.has(2, 15);
+        node.has(5, 15);
+        node.event(Event::Reclaims(ProcessId(2)));
+        if host > GIB {
+            node.stays(2);
+        }
+        node.run_for(Micros::from_secs(60));
+        node.both(0, 1, 10);
+        node.run_for(Micros::from_secs(1));
+        assert!(node.reclaimed.is_empty(), "the other cannot be moved");
+        node.event(free(5, 10));
+        node.run_for(Micros::from_secs(1));
+        assert_eq!(node.reclaimed, [2]);
+    }
+}
+
+/// What others could move does not suffice on the first device, unless a program gives more back than that.
+#[test]
+fn nothing_is_moved_while_a_device_depends_on_caches() {
+    let mut node = Node::new(4, MemoryPolicy::SwapOthers);
+    for (process, gib) in [(2, 3), (6, 12), (5, 15)] {
+        node.has(process, gib);
+    }
+    node.event(Event::Reclaims(ProcessId(2)));
+    node.stays(3);
+    node.run_for(Micros::from_secs(60));
+    node.both(0, 1, 10);
+    node.run_for(Micros::from_secs(2));
+    assert_eq!((&node.reclaimed[..], &node.closed[..]), (&[2][..], &[][..]));
+    node.keep(6, 7);
+    node.run_for(Micros::from_secs(1));
+    assert_eq!(node.closed, [2, 3, 4, 5]);
 }
 
 /// A tenant frees what it does not use on one device, and then on the other: no third one is moved meanwhile.
