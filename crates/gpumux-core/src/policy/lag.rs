@@ -6,8 +6,6 @@
 
 use std::collections::BTreeSet;
 
-use serde::{Deserialize, Serialize};
-
 use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, UserId};
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
@@ -28,32 +26,28 @@ const LOOK: Micros = Micros::from_millis(100);
 
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
 /// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Memory {
     at: Option<Micros>,
     /// Which of the rotating domains runs, or did last.
     pub(super) owner: Option<Owner>,
     /// Timeslices keep the shares of some, roughly: of what they leave owed, no more than this counts.
-    #[serde(default)]
     most: Option<f64>,
     users: Vec<Branch<UserId>>,
     tenants: Vec<Branch<TenantId>>,
     /// In the order of the last snapshot.
     pub(super) domains: Vec<Track>,
     /// Since when domains share by timeslices that all take what they can get.
-    #[serde(default)]
     together: Option<Micros>,
     /// A look at one of these: at what it does when it may take the device at once. Among timeslices, one that waits with a short request seems
     /// to be one of them.
-    #[serde(default)]
     look: Option<DomainId>,
     /// When the last look began.
-    #[serde(default)]
     looked: Micros,
 }
 
 /// A user, or a tenant of a user.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 struct Branch<Id> {
     id: Id,
     /// Its user, of those above; of a user 0, the device.
@@ -62,18 +56,17 @@ struct Branch<Id> {
 }
 
 /// The owner of the current quantum.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Owner {
     pub(super) id: DomainId,
     /// It was not entitled to it: none that is had work.
     pub(super) borrowed: bool,
     /// It has used its quantum up, and keeps it only until a latency domain comes back.
-    #[serde(default)]
     pub(super) over: bool,
 }
 
 /// A user, a tenant or a domain.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Node {
     /// In µs; negative if it is ahead.
     lag: f64,
@@ -84,7 +77,6 @@ struct Node {
     /// Has work.
     wants: bool,
     /// One below it counts.
-    #[serde(default)]
     counts: bool,
     /// It might have run since the plan before and did not, and whether it had work is not known: it is owed nothing for that time.
     unknown: bool,
@@ -93,7 +85,7 @@ struct Node {
 }
 
 /// What is remembered of one domain.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Track {
     pub(super) id: DomainId,
     /// Its tenant.
@@ -109,25 +101,18 @@ pub(super) struct Track {
     /// It ran so far ahead, of its share or of its limit, that it must wait until it is level.
     pub(super) exhausted: bool,
     /// The largest share that it may receive, where timeslices keep the shares; all, where turns do.
-    #[serde(default)]
     pub(super) ceiling: f64,
     /// By how much it received more, in µs.
-    #[serde(default)]
     pub(super) over: f64,
     /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
-    #[serde(default)]
     busy_part: f64,
     /// It has work for certain, and since when it has or has not.
-    #[serde(default)]
     busy: (bool, Micros),
     /// How long it had some before it paused last.
-    #[serde(default)]
     worked: Option<Micros>,
     /// Takes what it can get, of latency domains: since when.
-    #[serde(default)]
     pub(super) greedy: Option<Micros>,
     /// How long it is taken for one until it is looked at.
-    #[serde(default)]
     look_after: Micros,
     wait: Option<Wait>,
     /// Since when its gang runs.
@@ -135,7 +120,7 @@ pub(super) struct Track {
 }
 
 /// That a domain waits for its gang.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Wait {
     Since(Micros),
     /// It did so for long, until then.
