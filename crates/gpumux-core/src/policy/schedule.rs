@@ -161,7 +161,6 @@ impl<D: Division> Policy for Shared<D> {
                 stage.choose_owner();
                 stage.ask_for_budgets();
                 stage.separate();
-                stage.ask_for_level();
                 match together {
                     Some(together) => stage.slices_together(&together),
                     None => stage.rotating_slices(),
@@ -252,7 +251,6 @@ enum Way {
 /// One domain while a plan is made.
 struct Actor<'a> {
     domain: &'a DomainState,
-    tenant: TenantId,
     claim: Claim,
     user: crate::UserId,
     /// Has work and may be given the device.
@@ -261,15 +259,11 @@ struct Actor<'a> {
     counts: bool,
     share: f64,
     way: Way,
-    /// The quantum is its.
-    owns: bool,
     /// Has no work, and may be back before the next look at demand.
     contends: bool,
     exhausted: bool,
     /// Keeps others of its class waiting for long.
     hog: bool,
-    /// When it will have used its budget up, or will be level.
-    changes_in: Option<f64>,
 }
 
 impl Actor<'_> {
@@ -302,7 +296,12 @@ impl Actor<'_> {
 
     /// May own the quantum.
     fn rotates(&self) -> bool {
-        self.way == Way::Rotating && self.runnable() && !self.held()
+        self.way == Way::Rotating && self.is_ready()
+    }
+
+    /// May have work, and may run.
+    fn is_ready(&self) -> bool {
+        self.runnable() && !self.held()
     }
 
     fn idle_for(&self, now: Micros) -> Micros {
@@ -413,46 +412,46 @@ impl<'a> Stage<'a> {
     /// kept others of their class waiting for long.
     fn bursts(&mut self) {
         let several = self.several();
-        let wants = |it: &Actor| it.wants && !it.held();
-        let wanting = self.cast.iter().filter(|it| wants(it)).count();
         let look = self.memory.looked_at(self.snapshot.now, self.tuning.hog);
         look.into_iter().for_each(|(_, end)| self.ask_at(end));
         for index in 0..self.cast.len() {
-            let actor = &self.cast[index];
-            // One that ran ahead and pauses stays over its budget: it would have the device at each return, until that is seen.
-            let contested = wanting > usize::from(wants(actor));
-            let looked_at = look.is_some_and(|(id, _)| id == actor.domain.id);
-            let track = self.memory.domains[index];
-            let (lag, share) = (track.lag, actor.share);
-            let exhausted = !looked_at && contested && self.must_wait(track.exhausted, -lag, share);
+            let (actor, track) = (&self.cast[index], self.memory.domains[index]);
             let latency = actor.class() == Class::Latency;
-            let (runnable, demand, held) = (actor.runnable(), actor.domain.demand, actor.held());
+            let looked_at = look.is_some_and(|(id, _)| id == actor.domain.id);
+            // One that ran ahead and pauses stays over its budget: it would have the device at each return, until that is seen.
+            let exhausted = !looked_at
+                && self.is_contested(actor)
+                && self.must_wait(track.exhausted, -track.lag, actor.share);
             let hogs = actor.domain.demand_since + self.tuning.hog;
             // Those that seem to take what they can get do not take it from one that is looked at.
             let waits = look.is_some() && track.greedy.is_some();
-            let hog = several
-                && !looked_at
-                && (demand == Demand::Unknown || hogs <= self.snapshot.now || waits);
-            let yields = runnable && (exhausted || hog);
+            let unknown = actor.domain.demand == Demand::Unknown;
+            let may_hog = several && !looked_at;
+            let hog = may_hog && (unknown || hogs <= self.snapshot.now || waits);
+            let runnable = actor.runnable();
+            let preempts = latency && !(runnable && (exhausted || hog));
             self.memory.domains[index].exhausted = exhausted;
-            (self.cast[index].exhausted, self.cast[index].hog) = (exhausted, hog);
-            self.cast[index].way = match latency && !yields {
+            let actor = &mut self.cast[index];
+            (actor.exhausted, actor.hog) = (exhausted && latency, hog);
+            actor.way = match preempts {
                 true => Way::Preempting,
                 false => Way::Rotating,
             };
-            if several && latency && runnable && !hog && !looked_at {
+            if latency && runnable && may_hog && !hog {
                 self.ask_at(hogs);
             }
-            if latency && runnable && contested && !held {
-                self.cast[index].changes_in = Some(match exhausted {
-                    true => self.level_in(-lag, share),
-                    false => {
-                        (lag + self.tuning.burst(&self.snapshot.costs, share))
-                            / (1.0 - share).max(1e-9)
-                    }
-                });
-            }
         }
+    }
+
+    /// Whether another may have work, and may run.
+    fn is_contested(&self, actor: &Actor) -> bool {
+        let mut others = self.cast.iter().filter(|it| it.is_ready());
+        others.any(|it| it.domain.id != actor.domain.id)
+    }
+
+    fn owns(&self, actor: &Actor) -> bool {
+        let owner = self.memory.owner;
+        owner.is_some_and(|it| it.id == actor.domain.id)
     }
 
     /// Whether latency domains contend that all take what they can get, so that none has short requests for which the device must be taken from the
@@ -499,7 +498,7 @@ impl<'a> Stage<'a> {
         self.ask_at(look_at);
         self.pace = (others / (others + running).max(1e-9)).max(1e-3);
         for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
-            (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);
+            (actor.way, actor.exhausted) = (Way::Slices, false);
         }
         let ids = self.cast.iter().filter(|it| is_latency(it));
         self.memory
@@ -526,29 +525,31 @@ impl<'a> Stage<'a> {
     }
 
     /// Asks for a plan when a latency domain will have run ahead by its burst, or will be level. The budgets of those that wait for
-    /// another of their class matter when that one's quantum ends.
+    /// another of their class matter when that one's quantum ends. When one that ran ahead before it paused will be level, the device
+    /// is divided among the others.
     fn ask_for_budgets(&mut self) {
-        let privileged = self.cast.iter().any(|it| it.owns && it.privileged());
+        let privileged = self.cast.iter().any(|it| self.owns(it) && it.privileged());
         for index in 0..self.cast.len() {
-            let actor = &self.cast[index];
+            let (actor, lag) = (&self.cast[index], self.memory.domains[index].lag);
             let matters = match actor.way {
-                Way::Rotating if !actor.owns => actor.exhausted && !(privileged && actor.hog),
-                _ => true,
+                Way::Slices => false,
+                Way::Rotating if !self.owns(actor) => actor.exhausted && !(privileged && actor.hog),
+                _ => actor.class() == Class::Latency,
             };
-            if let Some(delay) = actor.changes_in.filter(|_| matters) {
-                self.ask_in(delay);
+            let share = actor.share;
+            if matters && actor.is_ready() && self.is_contested(actor) {
+                self.ask_in(match actor.exhausted {
+                    true => self.level_in(-lag, share),
+                    false => (lag + self.burst(share)) / (1.0 - share).max(1e-9),
+                });
+            } else if actor.counts && !actor.wants && lag < 0.0 {
+                self.ask_in(-lag / share.max(1e-9));
             }
         }
     }
 
-    /// Asks for a plan when one that ran ahead before it paused will be level: then the device is divided among the others.
-    fn ask_for_level(&mut self) {
-        for index in 0..self.cast.len() {
-            let (actor, lag) = (&self.cast[index], self.memory.domains[index].lag);
-            if actor.counts && !actor.wants && lag < 0.0 {
-                self.ask_in(-lag / actor.share.max(1e-9));
-            }
-        }
+    fn burst(&self, share: f64) -> f64 {
+        self.tuning.burst(&self.snapshot.costs, share)
     }
 
     /// When a domain that ran so far ahead of its share shall be thawed, so that it is level when that has been done.
@@ -558,7 +559,7 @@ impl<'a> Stage<'a> {
 
     /// Whether a domain that ran so far ahead of its share must wait: from its burst on, until it is level.
     fn must_wait(&self, waits: bool, ahead: f64, share: f64) -> bool {
-        let burst = self.tuning.burst(&self.snapshot.costs, share);
+        let burst = self.burst(share);
         let slack = Tuning::slack(&self.snapshot.costs).min(burst / 4.0);
         self.level_in(ahead, share) * share > slack && (waits || -ahead <= slack - burst)
     }
@@ -604,8 +605,7 @@ impl<'a> Stage<'a> {
         // the controls would delay that domain.
         let comes_back = |index: usize| {
             let actor = &self.cast[index];
-            let over = actor.exhausted && actor.class() == Class::Latency;
-            over && self.level_in(-lag(index), actor.share) < 2.0 * handover
+            actor.exhausted && self.level_in(-lag(index), actor.share) < 2.0 * handover
         };
         let used_up = |index: usize| self.memory.domains[index].used + slack >= request(index);
         // Whether what one borrowed is another's; or it was given away in a pause of another that is owed a whole quantum: else one that
@@ -691,7 +691,6 @@ impl<'a> Stage<'a> {
                 track.used = 0.0;
             }
         }
-        self.cast[index].owns = true;
         let others: Vec<usize> = rotating.into_iter().filter(|it| *it != index).collect();
         if others.is_empty() {
             return;
@@ -732,10 +731,10 @@ impl<'a> Stage<'a> {
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
             let until = actor.domain.demand_since + PAUSE;
-            let rotating = self.memory.owner.is_some() && actor.way == Way::Rotating && !actor.owns;
-            let over = actor.class() == Class::Latency && actor.exhausted;
-            let pauses = !actor.runnable() && !self.snapshot.gangs.contains(&actor.tenant);
-            if (rotating || over) && pauses && self.snapshot.now < until {
+            let rotating = self.memory.owner.is_some() && actor.way == Way::Rotating;
+            let waits = rotating && !self.owns(actor) || actor.exhausted;
+            let pauses = !actor.runnable() && !self.snapshot.gangs.contains(&actor.domain.tenant);
+            if waits && pauses && self.snapshot.now < until {
                 self.cast[index].contends = true;
                 self.ask_at(until);
             }
@@ -783,7 +782,7 @@ impl<'a> Stage<'a> {
             }
         };
         let slice = |(actor, share): (&Actor, &f64)| match (actor.class(), actor.way) {
-            (Class::Latency, Way::Rotating) if several && actor.owns => patience,
+            (Class::Latency, Way::Rotating) if several && self.owns(actor) => patience,
             // It is frozen until it owns the quantum again, or preempts: until then its timeslice need not change.
             (Class::Latency, Way::Rotating) if several => actor.domain.timeslice,
             (Class::Latency, _) => long(actor, *share),
@@ -865,7 +864,7 @@ impl<'a> Stage<'a> {
             let own = if actor.works() { 0.0 } else { *share };
             let gains = share / (running + own) - track.ceiling;
             let gains = Some(gains).filter(|it| actor.wants && !track.exhausted && *it > 0.0);
-            let burst = self.tuning.burst(&self.snapshot.costs, track.ceiling);
+            let burst = self.burst(track.ceiling);
             match actor.exhausted {
                 true => Some(self.level_in(track.over, track.ceiling)),
                 false => gains.map(|gains| (burst - track.over) / gains),
@@ -891,10 +890,8 @@ impl<'a> Stage<'a> {
             (_, Way::Slices) if actor.exhausted => (Frozen, "over its limit while others wait"),
             (_, Way::Slices) => (Enabled, "shares by timeslices"),
             (_, Way::Preempting) => (Enabled, "takes the device at once"),
-            (_, Way::Rotating) if actor.owns => (Enabled, "has its quantum"),
-            _ if actor.exhausted && actor.class() == Class::Latency => {
-                (Frozen, "over its budget while others wait")
-            }
+            (_, Way::Rotating) if self.owns(actor) => (Enabled, "has its quantum"),
+            _ if actor.exhausted => (Frozen, "over its budget while others wait"),
             _ => (Frozen, "waits for its quantum"),
         }
     }
@@ -915,18 +912,15 @@ fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
         let swapped_out = *pinned == Some(RunState::Frozen) && !snapshot.gangs.contains(tenant);
         Actor {
             domain,
-            tenant: *tenant,
             claim: Claim::from(state.map_or(&unknown, |it| &it.spec)),
             user: state.map(|it| it.user).unwrap_or_default(),
             wants: domain.demand.may_run() && !swapped_out,
             counts: false,
             share: 0.0,
             way: Way::Slices,
-            owns: false,
             contends: false,
             exhausted: false,
             hog: false,
-            changes_in: None,
         }
     };
     snapshot.domains.iter().map(actor).collect()
@@ -946,7 +940,7 @@ fn ceilings(
     let ceiling = |(actor, share): (&Actor, f64)| {
         let own = cast
             .iter()
-            .filter(|it| it.tenant == actor.tenant && works(it));
+            .filter(|it| it.domain.tenant == actor.domain.tenant && works(it));
         let limit = actor.claim.limit / own.count().max(1) as f64;
         limit.max(share).max(1e-6)
     };
@@ -970,7 +964,7 @@ fn divide(
             whose.push(None);
             continue;
         }
-        let claimant = *known.entry(actor.tenant).or_insert_with(|| {
+        let claimant = *known.entry(actor.domain.tenant).or_insert_with(|| {
             let (user, claim) = (actor.user, actor.claim);
             claimants.push((0, divide::Claimant { user, claim }));
             claimants.len() - 1
