@@ -567,154 +567,137 @@ impl<'a> Stage<'a> {
     /// Whose quantum it is: of those that are owed something, the one whose request ends first in virtual time (EEVDF), until it has
     /// used it.
     fn choose_owner(&mut self) {
-        let slack = Tuning::slack(&self.snapshot.costs);
+        let (costs, now) = (&self.snapshot.costs, self.snapshot.now);
+        let (slack, handover) = (Tuning::slack(costs), Tuning::handover(costs));
+        let linger = Micros(handover as u64);
         let others = self.cast.iter();
         let others = others.filter(|actor| actor.wants && actor.way == Way::Rotating);
         let (count, sum) = others.fold((0.0, 0.0), |(count, sum), actor| {
             (count + 1.0, sum + actor.share)
         });
-        let lag = |index: usize| self.memory.domains[index].lag;
-        let entitled = |index: usize| lag(index) >= -slack;
         let request = |index: usize| {
-            let relative = self.cast[index].share * count / f64::max(sum, 1e-9);
-            let largest = match self.cast[index].class() {
-                Class::Latency => self
-                    .tuning
-                    .quantum(&self.snapshot.costs, [self.cast[index].kind()]),
+            let actor = &self.cast[index];
+            let largest = match actor.class() {
+                Class::Latency => self.tuning.quantum(costs, [actor.kind()]),
                 _ => self.quantum,
             };
-            request(largest, relative)
+            request(largest, actor.share * count / f64::max(sum, 1e-9))
         };
-        let rotating: Vec<usize> = (0..self.cast.len())
-            .filter(|index| self.cast[*index].rotates())
-            .collect();
-        let forced = rotating.iter().copied().find(|index| {
-            let pinned = self.cast[*index].domain.pinned;
-            pinned == Some(RunState::Enabled)
-        });
-        let before = self.memory.owner.and_then(|owner| {
-            let mut all = 0..self.cast.len();
-            Some((
-                owner,
-                all.find(|at| self.cast[*at].domain.id == owner.id && !self.cast[*at].held())?,
-            ))
-        });
-        let handover = Tuning::handover(&self.snapshot.costs);
-        let linger = Micros(handover as u64);
+        let lag = |index: usize| self.memory.domains[index].lag;
+        let entitled = |index: usize| lag(index) >= -slack;
+        let used_up = |index: usize| self.memory.domains[index].used + slack >= request(index);
+        let outranks = |index: usize, other: usize| {
+            self.cast[index].privileged() && !self.cast[other].privileged()
+        };
+        let rotating = (0..self.cast.len()).filter(|index| self.cast[*index].rotates());
+        let rotating: Vec<usize> = rotating.collect();
+        let others = |index: usize| rotating.iter().copied().filter(move |it| *it != index);
         // Just before a latency domain that is over its budget comes back, another owner would have next to nothing of its quantum, and
         // the controls would delay that domain.
         let comes_back = |index: usize| {
             let actor = &self.cast[index];
             actor.exhausted && self.level_in(-lag(index), actor.share) < 2.0 * handover
         };
-        let used_up = |index: usize| self.memory.domains[index].used + slack >= request(index);
         // Whether what one borrowed is another's; or it was given away in a pause of another that is owed a whole quantum: else one that
         // pauses whenever a quantum ends would never have its own.
         let claims = |other: usize, owner: Owner, index: usize| {
-            let outranked = self.cast[index].privileged() && !self.cast[other].privileged();
             let paused = self.cast[other].domain.demand_since > self.memory.domains[index].since;
             let passed_over = paused && lag(other) + slack >= request(other);
-            !outranked && (owner.borrowed && entitled(other) || passed_over)
+            !outranks(index, other) && (owner.borrowed && entitled(other) || passed_over)
         };
         let keeps = |owner: Owner, index: usize| {
             let actor = &self.cast[index];
-            let mut others = rotating.iter().copied().filter(|other| *other != index);
-            let waited_for = others.clone().any(|other| comes_back(other));
-            let outranked = |other: usize| self.cast[other].privileged() && !actor.privileged();
-            if actor.way != Way::Rotating && actor.runnable() || others.clone().any(outranked) {
+            let left = actor.runnable() && actor.way != Way::Rotating;
+            if left || others(index).any(|other| outranks(other, index)) {
                 return false;
             }
-            match rotating.is_empty() || rotating == [index] {
+            match others(index).next() {
                 // It stays the one that need not be kept from the others.
-                true => actor.idle_for(self.snapshot.now) < PAUSE,
-                false => {
-                    actor.idle_for(self.snapshot.now) < linger
-                        && (waited_for || !owner.over && !used_up(index))
-                        && !others.any(|other| claims(other, owner, index))
+                None => actor.idle_for(now) < PAUSE,
+                Some(_) => {
+                    actor.idle_for(now) < linger
+                        && (!owner.over && !used_up(index) || others(index).any(comes_back))
+                        && !others(index).any(|other| claims(other, owner, index))
                 }
             }
         };
-        let chosen = match (forced, before) {
-            (Some(forced), _) => Some(forced),
-            (None, Some((owner, index))) if keeps(owner, index) => Some(index),
-            _ => {
-                let key = |index: &usize| {
-                    let actor = &self.cast[*index];
-                    let track = self.memory.domains[*index];
-                    let left = request(*index) - track.used;
-                    let due = match entitled(*index) {
-                        true if left > slack => left,
-                        true => request(*index),
-                        false => 0.0,
-                    };
-                    let late = (due - track.lag) / actor.share.max(1e-9);
-                    (
-                        (!actor.privileged(), !entitled(*index)),
-                        late,
-                        track.since,
-                        actor.domain.id,
-                    )
+        let before = self.memory.owner.and_then(|owner| {
+            let index = self.cast.iter().position(|it| it.domain.id == owner.id);
+            Some((owner, index.filter(|at| !self.cast[*at].held())?))
+        });
+        let kept = before.filter(|(owner, index)| keeps(*owner, *index));
+        let pinned = |index: &usize| self.cast[*index].domain.pinned == Some(RunState::Enabled);
+        let forced = rotating.iter().copied().find(pinned);
+        let first = || {
+            let key = |index: usize| {
+                let (actor, track) = (&self.cast[index], self.memory.domains[index]);
+                let left = request(index) - track.used;
+                let due = match entitled(index) {
+                    true if left > slack => left,
+                    true => request(index),
+                    false => 0.0,
                 };
-                rotating.iter().copied().min_by(|a, b| {
-                    let (a, b) = (key(a), key(b));
-                    (a.0.cmp(&b.0))
-                        .then(a.1.total_cmp(&b.1))
-                        .then((a.2, a.3).cmp(&(b.2, b.3)))
-                })
-            }
+                let late = (due - track.lag) / actor.share.max(1e-9);
+                let rank = (!actor.privileged(), !entitled(index));
+                (rank, late, track.since)
+            };
+            // Of those that are equal, the lowest id is the first.
+            rotating.iter().copied().min_by(|a, b| {
+                let (a, b) = (key(*a), key(*b));
+                (a.0.cmp(&b.0))
+                    .then(a.1.total_cmp(&b.1))
+                    .then(a.2.cmp(&b.2))
+            })
         };
-        let Some(index) = chosen else {
+        let index = forced.or(kept.map(|(_, index)| index));
+        let Some(index) = index.or_else(first) else {
             self.memory.owner = None;
             return;
         };
-        let (id, borrowed) = (self.cast[index].domain.id, !entitled(index));
-        let (request, over) = (request(index), used_up(index));
-        let goes_on = before
-            .is_some_and(|(owner, held)| held == index && (forced.is_some() || keeps(owner, held)));
-        match (&mut self.memory.owner, before) {
-            (Some(owner), _) if goes_on => owner.over |= over && forced.is_none(),
-            (_, before) => {
-                if let Some((_, held)) = before.filter(|(owner, _)| owner.over) {
-                    self.memory.domains[held].used = 0.0;
-                }
-                self.memory.owner = Some(Owner {
-                    id,
-                    borrowed,
-                    over: false,
-                });
+        let actor = &self.cast[index];
+        let (request, used_up) = (request(index), used_up(index));
+        let new = Owner {
+            id: actor.domain.id,
+            borrowed: !entitled(index),
+            over: false,
+        };
+        // When those it does not outrank will be entitled to what it has.
+        let entitled_in = |index: usize| -lag(index) / self.cast[index].share.max(1e-9);
+        let soonest = others(index)
+            .filter(|other| !outranks(index, *other))
+            .map(entitled_in)
+            .fold(1e9, f64::min);
+        let alone = others(index).next().is_none();
+        let goes_on = forced.is_some() || kept.is_some();
+        let held = before.filter(|(_, held)| goes_on && *held == index);
+        let owner = held.map_or(new, |(held, _)| Owner {
+            over: held.over || used_up && forced.is_none(),
+            ..held
+        });
+        let tracks = &mut self.memory.domains;
+        if let Some((_, lost)) = before.filter(|(owner, _)| owner.over && held.is_none()) {
+            tracks[lost].used = 0.0;
+        }
+        if held.is_none() || forced.is_some() {
+            tracks[index].since = now;
+            if used_up {
+                tracks[index].used = 0.0;
             }
         }
-        let track = &mut self.memory.domains[index];
-        if !goes_on || forced.is_some() {
-            track.since = self.snapshot.now;
-            if over {
-                track.used = 0.0;
-            }
-        }
-        let others: Vec<usize> = rotating.into_iter().filter(|it| *it != index).collect();
-        if others.is_empty() {
+        let used = tracks[index].used;
+        self.memory.owner = Some(owner);
+        if alone {
             return;
         }
-        if !self.cast[index].runnable() {
-            let end = self.cast[index].domain.demand_since + linger;
+        if !actor.runnable() {
+            let end = actor.domain.demand_since + linger;
             return self.ask_at(end);
         }
-        if !self.memory.owner.is_some_and(|owner| owner.over) && !self.is_preempted() {
-            self.ask_in((request - self.memory.domains[index].used) / self.pace);
+        if !owner.over && !self.is_preempted() {
+            self.ask_in((request - used) / self.pace);
         }
-        if forced.is_none() && self.memory.owner.is_some_and(|owner| owner.borrowed) {
-            let entitled_in = |at: &usize| {
-                let actor = &self.cast[*at];
-                -self.memory.domains[*at].lag / actor.share.max(1e-9)
-            };
-            let ranks =
-                |at: &&usize| self.cast[**at].privileged() || !self.cast[index].privileged();
-            let soonest = others
-                .iter()
-                .filter(ranks)
-                .map(entitled_in)
-                .fold(f64::INFINITY, f64::min);
-            self.ask_in(soonest.min(1e9));
+        if owner.borrowed && forced.is_none() {
+            self.ask_in(soonest);
         }
     }
 
