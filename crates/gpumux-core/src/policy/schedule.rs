@@ -161,10 +161,7 @@ impl<D: Division> Policy for Shared<D> {
                 stage.choose_owner();
                 stage.ask_for_budgets();
                 stage.separate();
-                match together {
-                    Some(together) => stage.slices_together(&together),
-                    None => stage.rotating_slices(),
-                }
+                together.unwrap_or_else(|| stage.rotating_slices())
             }
             false => stage.slices(),
         };
@@ -312,16 +309,6 @@ impl Actor<'_> {
     }
 }
 
-/// How latency domains share by timeslices.
-struct Together {
-    /// The shares of all that had work lately.
-    shares: Vec<f64>,
-    /// The sum of those that rotate.
-    others: f64,
-    /// In µs.
-    round: f64,
-}
-
 /// All domains while a plan is made.
 struct Stage<'a> {
     division: &'a dyn Division,
@@ -454,10 +441,10 @@ impl<'a> Stage<'a> {
         owner.is_some_and(|it| it.id == actor.domain.id)
     }
 
-    /// Whether latency domains contend that all take what they can get, so that none has short requests for which the device must be taken from the
+    /// The timeslices, where latency domains contend that all take what they can get, so that none has short requests for which the device must be taken from the
     /// others at once. Timeslices divide it among them: one uses the gaps of the other, and none waits for whole quanta. Nothing but these keeps the
-    /// shares then, so all of them must be such that they can.
-    fn together(&mut self) -> Option<Together> {
+    /// shares then, so all of them must be such that they can. The owner has the shares of all that rotate.
+    fn together(&mut self) -> Option<Vec<Timeslice>> {
         let is_latency = |actor: &Actor| actor.class() == Class::Latency;
         let limited = self
             .cast
@@ -503,11 +490,9 @@ impl<'a> Stage<'a> {
         let ids = self.cast.iter().filter(|it| is_latency(it));
         self.memory
             .leave_to_timeslices(ids.map(|it| it.domain.id), self.quantum);
-        Some(Together {
-            shares,
-            others,
-            round,
-        })
+        let share = |(actor, share): (&Actor, f64)| if is_latency(actor) { share } else { others };
+        let shares = self.cast.iter().zip(shares).map(share);
+        Some(shares.map(|share| timeslice(share * round)).collect())
     }
 
     /// A round of timeslices that are the driver's own on average: longer ones cost fewer switches, but a program that waits for its own waits longer. None
@@ -772,15 +757,6 @@ impl<'a> Stage<'a> {
             _ => patience,
         };
         self.cast.iter().zip(&shares).map(slice).collect()
-    }
-
-    /// The timeslices of latency domains that share by them, and of the owner among the others, which has the shares of all of those.
-    fn slices_together(&self, together: &Together) -> Vec<Timeslice> {
-        let slice = |(actor, share): (&Actor, &f64)| match actor.class() {
-            Class::Latency => timeslice(share * together.round),
-            _ => timeslice(together.others * together.round),
-        };
-        self.cast.iter().zip(&together.shares).map(slice).collect()
     }
 
     /// Whether a domain has work or had some lately: short pauses issue no controls.
