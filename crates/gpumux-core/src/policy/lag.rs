@@ -6,8 +6,6 @@
 
 use std::collections::BTreeSet;
 
-use serde::{Deserialize, Serialize};
-
 use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, UserId};
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
@@ -28,53 +26,50 @@ const LOOK: Micros = Micros::from_millis(100);
 
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
 /// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Memory {
     at: Option<Micros>,
     /// Which of the rotating domains runs, or did last.
     pub(super) owner: Option<Owner>,
     /// Timeslices keep the shares of some, roughly: of what they leave owed, no more than this counts.
-    #[serde(default)]
     most: Option<f64>,
-    users: Vec<Branch<UserId>>,
-    tenants: Vec<Branch<TenantId>>,
+    /// The device, its users, their tenants and the domains of these, each behind its parent.
+    nodes: Vec<Node>,
     /// In the order of the last snapshot.
     pub(super) domains: Vec<Track>,
     /// Since when domains share by timeslices that all take what they can get.
-    #[serde(default)]
     together: Option<Micros>,
     /// A look at one of these: at what it does when it may take the device at once. Among timeslices, one that waits with a short request seems
     /// to be one of them.
-    #[serde(default)]
     look: Option<DomainId>,
     /// When the last look began.
-    #[serde(default)]
     looked: Micros,
 }
 
-/// A user, or a tenant of a user.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct Branch<Id> {
-    id: Id,
-    /// Its user, of those above; of a user 0, the device.
-    parent: usize,
-    node: Node,
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Name {
+    Device,
+    User(UserId),
+    Tenant(TenantId),
+    Domain(DomainId),
 }
 
 /// The owner of the current quantum.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Owner {
     pub(super) id: DomainId,
     /// It was not entitled to it: none that is had work.
     pub(super) borrowed: bool,
     /// It has used its quantum up, and keeps it only until a latency domain comes back.
-    #[serde(default)]
     pub(super) over: bool,
 }
 
-/// A user, a tenant or a domain.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// The device, a user, a tenant or a domain.
+#[derive(Clone, Copy, Debug, PartialEq)]
 struct Node {
+    name: Name,
+    /// Where its parent is; of the device, itself.
+    parent: usize,
     /// In µs; negative if it is ahead.
     lag: f64,
     /// Share of the device; while it has no work, the one that it would have.
@@ -83,9 +78,6 @@ struct Node {
     part: f64,
     /// Has work.
     wants: bool,
-    /// One below it counts.
-    #[serde(default)]
-    counts: bool,
     /// It might have run since the plan before and did not, and whether it had work is not known: it is owed nothing for that time.
     unknown: bool,
     /// When it last had work.
@@ -93,12 +85,11 @@ struct Node {
 }
 
 /// What is remembered of one domain.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Track {
     pub(super) id: DomainId,
-    /// Its tenant.
-    parent: usize,
-    node: Node,
+    /// Where the device, its user, its tenant and its own node are.
+    path: [usize; 4],
     received: Micros,
     /// Its lag, summed over the levels.
     pub(super) lag: f64,
@@ -109,25 +100,18 @@ pub(super) struct Track {
     /// It ran so far ahead, of its share or of its limit, that it must wait until it is level.
     pub(super) exhausted: bool,
     /// The largest share that it may receive, where timeslices keep the shares; all, where turns do.
-    #[serde(default)]
     pub(super) ceiling: f64,
     /// By how much it received more, in µs.
-    #[serde(default)]
     pub(super) over: f64,
     /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
-    #[serde(default)]
     busy_part: f64,
     /// It has work for certain, and since when it has or has not.
-    #[serde(default)]
     busy: (bool, Micros),
     /// How long its requests take: see [`DomainState::request`].
-    #[serde(default)]
     request: Option<Micros>,
     /// Takes what it can get, of latency domains: since when.
-    #[serde(default)]
     pub(super) greedy: Option<Micros>,
     /// How long it is taken for one until it is looked at.
-    #[serde(default)]
     look_after: Micros,
     wait: Option<Wait>,
     /// Since when its gang runs.
@@ -135,15 +119,15 @@ pub(super) struct Track {
 }
 
 /// That a domain waits for its gang.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Wait {
     Since(Micros),
     /// It did so for long, until then.
     Over(Micros),
 }
 
-/// What a domain is entitled to from now on.
-#[derive(Clone, Copy, Debug)]
+/// What a domain, or those below a node, are entitled to from now on.
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Entitled {
     pub(super) share: f64,
     /// See [`Track::ceiling`].
@@ -160,6 +144,10 @@ impl Memory {
         self.domains.iter().find(|track| track.id == id)
     }
 
+    fn node(&self, track: &Track) -> &Node {
+        &self.nodes[track.path[3]]
+    }
+
     /// The device time a domain is owed, in µs; negative if it is ahead.
     pub fn lag(&self, id: DomainId) -> f64 {
         self.track(id).map_or(0.0, |track| track.lag)
@@ -168,7 +156,7 @@ impl Memory {
     /// The share of the device to which a domain was entitled at the last plan; if it was idle, the share that
     /// it would have had.
     pub fn share(&self, id: DomainId) -> f64 {
-        self.track(id).map_or(0.0, |track| track.node.share)
+        self.track(id).map_or(0.0, |track| self.node(track).share)
     }
 
     /// How a domain waits for its gang.
@@ -222,17 +210,15 @@ impl Memory {
         self.at = self.at.max(Some(now));
         // Only as time passes: a second plan of one moment would level what the first one cut.
         if let Some(most) = self.most {
-            self.nodes()
-                .for_each(|node| node.lag = node.lag.clamp(-most, most));
+            for node in &mut self.nodes {
+                node.lag = node.lag.clamp(-most, most);
+            }
         }
-        let mut delivered = 0.0;
-        let mut users = vec![0.0; self.users.len()];
-        let mut tenants = vec![0.0; self.tenants.len()];
-        let mut domains = vec![0.0; self.domains.len()];
-        let of_users = self.users.iter_mut().map(|it| &mut it.node);
-        let above = of_users.chain(self.tenants.iter_mut().map(|it| &mut it.node));
-        above.for_each(|node| node.unknown = node.wants);
-        for (index, (track, domain)) in self.domains.iter_mut().zip(&snapshot.domains).enumerate() {
+        let mut received = vec![0.0; self.nodes.len()];
+        for node in &mut self.nodes {
+            node.unknown = node.wants;
+        }
+        for (track, domain) in self.domains.iter_mut().zip(&snapshot.domains) {
             let got = domain.received.saturating_sub(track.received).0 as f64;
             let got = got.min(elapsed);
             // The account of a group that was made anew begins at zero.
@@ -243,127 +229,119 @@ impl Memory {
             }
             let idle = got == 0.0 && domain.run == RunState::Enabled;
             let unknown = domain.demand == Demand::Unknown && idle;
-            track.node.unknown = track.node.wants && unknown;
-            if track.node.wants && !unknown {
-                let tenant = &mut self.tenants[track.parent];
-                tenant.node.unknown = false;
-                self.users[tenant.parent].node.unknown = false;
+            let works = self.nodes[track.path[3]].wants && !unknown;
+            for at in track.path {
+                received[at] += got;
+                self.nodes[at].unknown &= !works;
             }
-            delivered += got;
-            domains[index] = got;
-            tenants[track.parent] += got;
-            users[self.tenants[track.parent].parent] += got;
         }
-        for (track, got) in self.domains.iter_mut().zip(&domains) {
-            let parent = tenants[track.parent];
-            let works = self.tenants[track.parent].node.wants;
-            track.node.charge((parent, works), *got, elapsed, now);
-            track.over = (track.over + got - track.ceiling * delivered).max(0.0);
+        for track in &mut self.domains {
+            let more = received[track.path[3]] - track.ceiling * received[0];
+            track.over = (track.over + more).max(0.0);
         }
-        for (tenant, got) in self.tenants.iter_mut().zip(&tenants) {
-            let parent = users[tenant.parent];
-            let works = self.users[tenant.parent].node.wants;
-            tenant.node.charge((parent, works), *got, elapsed, now);
-        }
-        let works = self.users.iter().any(|it| it.node.wants);
-        for (user, got) in self.users.iter_mut().zip(&users) {
-            let all = delivered.min(elapsed);
-            user.node.charge((all, works), *got, elapsed, now);
+        received[0] = received[0].min(elapsed);
+        for at in 1..self.nodes.len() {
+            let parent = self.nodes[at].parent;
+            let above = (received[parent], self.nodes[parent].wants);
+            self.nodes[at].charge(above, received[at], elapsed, now);
         }
         self.level();
     }
 
     /// Makes the accounts those of the snapshot's domains, in their order. Whether they were.
     fn align(&mut self, snapshot: &Snapshot) -> bool {
-        let known = |track: &Track, domain: &DomainState| {
-            let tenant = &self.tenants[track.parent];
-            track.id == domain.id
-                && tenant.id == domain.tenant
-                && self.users[tenant.parent].id == snapshot.user_of(domain.tenant)
+        let names = |domain: &DomainState| {
+            let user = Name::User(snapshot.user_of(domain.tenant));
+            let (tenant, own) = (Name::Tenant(domain.tenant), Name::Domain(domain.id));
+            [Name::Device, user, tenant, own]
         };
+        let known = |track: &Track| track.path.map(|at| self.nodes[at].name);
         let mut pairs = self.domains.iter().zip(&snapshot.domains);
-        if self.domains.len() == snapshot.domains.len() && pairs.all(|(a, b)| known(a, b)) {
+        if !self.nodes.is_empty()
+            && self.domains.len() == snapshot.domains.len()
+            && pairs.all(|(track, domain)| known(track) == names(domain))
+        {
             return true;
         }
-        let before = std::mem::take(self);
-        (self.at, self.owner, self.most) = (before.at, before.owner, before.most);
-        (self.together, self.look, self.looked) = (before.together, before.look, before.looked);
+        let nodes = std::mem::take(&mut self.nodes);
+        let tracks = std::mem::take(&mut self.domains);
+        self.branch(&nodes, Name::Device, 0);
         for domain in &snapshot.domains {
-            let user = snapshot.user_of(domain.tenant);
-            let user = branch(&mut self.users, &before.users, user, 0);
-            let tenant = branch(&mut self.tenants, &before.tenants, domain.tenant, user);
-            let track = before.track(domain.id).copied();
-            let track = track.unwrap_or_else(|| Track::new(domain));
-            self.domains.push(Track {
-                parent: tenant,
-                ..track
+            let mut parent = 0;
+            let path = names(domain).map(|name| {
+                parent = self.branch(&nodes, name, parent);
+                parent
             });
+            let track = tracks.iter().find(|track| track.id == domain.id).copied();
+            let track = track.unwrap_or_else(|| Track::new(domain));
+            self.domains.push(Track { path, ..track });
         }
         false
     }
 
-    /// Levels all groups of nodes.
+    /// Where the node of this name is, with what `before` knew of it.
+    fn branch(&mut self, before: &[Node], name: Name, parent: usize) -> usize {
+        let at = |nodes: &[Node]| nodes.iter().position(|it| it.name == name);
+        if let Some(at) = at(&self.nodes) {
+            return at;
+        }
+        let node = at(before).map_or_else(|| Node::new(name), |at| before[at]);
+        self.nodes.push(Node { parent, ..node });
+        self.nodes.len() - 1
+    }
+
+    /// Makes the lags below each node sum to zero: what a pause forfeits is for all.
     fn level(&mut self) {
-        let users = self.users.iter_mut().map(|it| (it.parent, &mut it.node));
-        level(1, users);
-        let tenants = self.tenants.iter_mut().map(|it| (it.parent, &mut it.node));
-        level(self.users.len(), tenants);
-        let domains = self.domains.iter_mut().map(|it| (it.parent, &mut it.node));
-        level(self.tenants.len(), domains);
+        // The sums of lag, and of part of those that are open.
+        let mut sums = vec![(0.0, 0.0); self.nodes.len()];
+        let open = |node: &Node| node.wants && !node.unknown;
+        for node in self.nodes.iter().skip(1) {
+            let sum = &mut sums[node.parent];
+            sum.0 += node.lag;
+            if open(node) {
+                sum.1 += node.part;
+            }
+        }
+        for node in self.nodes.iter_mut().skip(1) {
+            let (sum, whole) = sums[node.parent];
+            if open(node) && whole > 0.0 {
+                node.lag -= sum * node.part / whole;
+            }
+        }
     }
 
     /// Which domains of the last snapshot the device is divided among, if these have work: they, and those that ran ahead before they
     /// paused. Had such a one got no more than its share, it would still have work. If it did not count, its user's share
     /// would shrink before the siblings that waited for it had theirs.
     pub(super) fn counted(&self, wants: &[bool]) -> Vec<bool> {
-        let mut tenants = vec![false; self.tenants.len()];
-        let mut users = vec![false; self.users.len()];
+        let mut works = vec![false; self.nodes.len()];
         let pairs = || self.domains.iter().zip(wants);
         for (track, wants) in pairs() {
-            tenants[track.parent] |= wants;
-            users[self.tenants[track.parent].parent] |= wants;
+            track.path.iter().for_each(|at| works[*at] |= wants);
         }
-        let counts = |(track, wants): (&Track, &bool)| {
-            let tenant = &self.tenants[track.parent];
-            let user = &self.users[tenant.parent];
-            *wants
-                || track.node.is_ahead()
-                || !tenants[track.parent] && tenant.node.is_ahead()
-                || !users[tenant.parent] && user.node.is_ahead()
-        };
+        let ahead = |at: &usize| !works[*at] && self.nodes[*at].lag < -1.0;
+        let counts = |(track, wants): (&Track, &bool)| *wants || track.path.iter().any(ahead);
         pairs().map(counts).collect()
     }
 
     /// What each domain of the last snapshot is entitled to from now on. `most` is what a pause may keep of a lag.
     pub(super) fn settle(&mut self, now: Micros, entitled: &[Entitled], most: f64) {
-        let mut users = vec![Node::default(); self.users.len()];
-        let mut tenants = vec![Node::default(); self.tenants.len()];
-        for (track, it) in self.domains.iter().zip(entitled) {
-            users[self.tenants[track.parent].parent].add(it);
-            tenants[track.parent].add(it);
-        }
-        for (user, next) in self.users.iter_mut().zip(&users) {
-            user.node.take(next, 1.0, now, most);
-        }
-        for (tenant, next) in self.tenants.iter_mut().zip(&tenants) {
-            let whole = users[tenant.parent].share;
-            tenant.node.take(next, whole, now, most);
-        }
+        let mut next = vec![Entitled::default(); self.nodes.len()];
         for (track, it) in self.domains.iter_mut().zip(entitled) {
-            let mut next = Node::default();
-            next.add(it);
-            let whole = tenants[track.parent].share;
+            track.path.iter().for_each(|at| next[*at].add(it));
             track.see(it.busy, now, window(self.look, track.id));
-            track.node.take(&next, whole, now, most);
             track.ceiling = it.ceiling;
+        }
+        // The device is all that there is.
+        next[0].share = 1.0;
+        for (node, it) in self.nodes.iter_mut().zip(&next) {
+            node.take(it, next[node.parent].share, now, most);
         }
         self.level();
         self.most = None;
         for track in &mut self.domains {
-            let tenant = self.tenants[track.parent];
-            let user = self.users[tenant.parent].node;
-            let above = tenant.node.lag + tenant.node.part * user.lag;
-            track.lag = track.node.lag + track.node.part * above;
+            let lag = |above: f64, at: usize| self.nodes[at].lag + self.nodes[at].part * above;
+            track.lag = track.path.into_iter().fold(0.0, lag);
         }
     }
 
@@ -425,8 +403,9 @@ impl Memory {
         } else if now < end {
             return Some((id, end.min(works)));
         } else {
-            for node in [&mut track.node, &mut self.tenants[track.parent].node] {
-                node.lag = node.lag.max(0.0);
+            let [_, _, tenant, own] = track.path;
+            for at in [tenant, own] {
+                self.nodes[at].lag = self.nodes[at].lag.max(0.0);
             }
         }
         self.look = None;
@@ -452,14 +431,7 @@ impl Memory {
         for track in &mut self.domains {
             (track.lag, track.used) = (0.0, 0.0);
         }
-        self.nodes().for_each(|node| node.lag = 0.0);
-    }
-
-    fn nodes(&mut self) -> impl Iterator<Item = &mut Node> {
-        let users = self.users.iter_mut().map(|it| &mut it.node);
-        let tenants = self.tenants.iter_mut().map(|it| &mut it.node);
-        let domains = self.domains.iter_mut().map(|it| &mut it.node);
-        users.chain(tenants).chain(domains)
+        self.nodes.iter_mut().for_each(|node| node.lag = 0.0);
     }
 }
 
@@ -467,8 +439,7 @@ impl Track {
     fn new(domain: &DomainState) -> Self {
         Self {
             id: domain.id,
-            parent: 0,
-            node: Node::default(),
+            path: [0; 4],
             received: domain.received,
             lag: 0.0,
             used: 0.0,
@@ -532,9 +503,9 @@ fn window(look: Option<DomainId>, id: DomainId) -> f64 {
     }
 }
 
-impl Node {
+impl Entitled {
     /// A domain below it.
-    fn add(&mut self, it: &Entitled) {
+    fn add(&mut self, it: &Self) {
         // The shares of others matter only where none below counts.
         if it.counts && !self.counts {
             self.share = 0.0;
@@ -545,9 +516,20 @@ impl Node {
         self.counts |= it.counts;
         self.wants |= it.wants;
     }
+}
 
-    fn is_ahead(&self) -> bool {
-        self.lag < -1.0
+impl Node {
+    fn new(name: Name) -> Self {
+        Self {
+            name,
+            parent: 0,
+            lag: 0.0,
+            share: 0.0,
+            part: 0.0,
+            wants: false,
+            unknown: false,
+            left: Micros::ZERO,
+        }
     }
 
     /// For so much time, in which its parent received so much and had work or not.
@@ -568,50 +550,13 @@ impl Node {
         }
     }
 
-    fn take(&mut self, next: &Self, whole: f64, now: Micros, most: f64) {
+    fn take(&mut self, next: &Entitled, whole: f64, now: Micros, most: f64) {
         if self.wants && !next.wants {
             self.left = now;
             self.lag = self.lag.min(most);
         }
         self.share = next.share;
         self.part = (next.share / whole.max(1e-12)).min(1.0);
-        (self.wants, self.counts) = (next.wants, next.counts);
-    }
-}
-
-/// Where the branch of this id is in `now`, with what `before` knew of it.
-fn branch<Id: Copy + PartialEq>(
-    now: &mut Vec<Branch<Id>>,
-    before: &[Branch<Id>],
-    id: Id,
-    parent: usize,
-) -> usize {
-    if let Some(index) = now.iter().position(|it| it.id == id) {
-        return index;
-    }
-    let known = before.iter().find(|it| it.id == id);
-    let node = known.map(|it| it.node).unwrap_or_default();
-    now.push(Branch { id, parent, node });
-    now.len() - 1
-}
-
-/// Makes the lags below each of so many parents sum to zero: what a pause forfeits is for all.
-fn level<'a>(parents: usize, nodes: impl Iterator<Item = (usize, &'a mut Node)>) {
-    // The sums of lag, and of part of those that are open.
-    let mut sums = vec![(0.0, 0.0); parents];
-    let open = |node: &Node| node.wants && !node.unknown;
-    let nodes: Vec<(usize, &mut Node)> = nodes.collect();
-    for (parent, node) in &nodes {
-        let sum = &mut sums[*parent];
-        sum.0 += node.lag;
-        if open(node) {
-            sum.1 += node.part;
-        }
-    }
-    for (parent, node) in nodes {
-        let (sum, whole) = sums[parent];
-        if open(node) && whole > 0.0 {
-            node.lag -= sum * node.part / whole;
-        }
+        self.wants = next.wants;
     }
 }

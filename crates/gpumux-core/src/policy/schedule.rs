@@ -1,6 +1,6 @@
 //! From shares to timeslices and freezes: the mechanism common to all policies. Its parent tells why.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
@@ -153,21 +153,17 @@ impl<D: Division> Policy for Shared<D> {
         let mut stage = Stage::new(&self.division, &self.tuning, snapshot, memory);
         let slices = match stage.rotates {
             true => {
-                stage.bursts(memory);
-                let together = stage.together(&self.division, snapshot, memory);
+                stage.bursts();
+                let together = stage.together();
                 if together.is_none() {
-                    memory.are_apart();
+                    stage.memory.are_apart();
                 }
-                stage.choose_owner(memory);
+                stage.choose_owner();
                 stage.ask_for_budgets();
-                stage.separate(memory, &snapshot.gangs);
-                stage.ask_for_level(memory);
-                match together {
-                    Some(together) => stage.slices_together(&together),
-                    None => stage.rotating_slices(&self.division, snapshot),
-                }
+                stage.separate();
+                together.unwrap_or_else(|| stage.rotating_slices())
             }
-            false => stage.slices(&self.division, snapshot, memory),
+            false => stage.slices(),
         };
         let domains = stage.cast.iter().zip(slices).map(|(actor, timeslice)| {
             let (run, reason) = stage.run_state(actor);
@@ -252,7 +248,6 @@ enum Way {
 /// One domain while a plan is made.
 struct Actor<'a> {
     domain: &'a DomainState,
-    tenant: TenantId,
     claim: Claim,
     user: crate::UserId,
     /// Has work and may be given the device.
@@ -261,15 +256,11 @@ struct Actor<'a> {
     counts: bool,
     share: f64,
     way: Way,
-    /// The quantum is its.
-    owns: bool,
     /// Has no work, and may be back before the next look at demand.
     contends: bool,
     exhausted: bool,
     /// Keeps others of its class waiting for long.
     hog: bool,
-    /// When it will have used its budget up, or will be level.
-    changes_in: Option<f64>,
 }
 
 impl Actor<'_> {
@@ -302,7 +293,12 @@ impl Actor<'_> {
 
     /// May own the quantum.
     fn rotates(&self) -> bool {
-        self.way == Way::Rotating && self.runnable() && !self.held()
+        self.way == Way::Rotating && self.is_ready()
+    }
+
+    /// May have work, and may run.
+    fn is_ready(&self) -> bool {
+        self.runnable() && !self.held()
     }
 
     fn idle_for(&self, now: Micros) -> Micros {
@@ -313,24 +309,14 @@ impl Actor<'_> {
     }
 }
 
-/// How latency domains share by timeslices.
-struct Together {
-    /// The shares of all that had work lately.
-    shares: Vec<f64>,
-    /// The sum of those that rotate.
-    others: f64,
-    /// In µs.
-    round: f64,
-}
-
 /// All domains while a plan is made.
 struct Stage<'a> {
-    now: Micros,
-    costs: &'a Costs,
+    division: &'a dyn Division,
     tuning: &'a Tuning,
+    snapshot: &'a Snapshot,
+    memory: &'a mut Memory,
     /// The largest, in µs.
     quantum: f64,
-    crowded: bool,
     cast: Vec<Actor<'a>>,
     rotates: bool,
     /// The part of the device that the owner receives while it runs, where that is less than nearly all.
@@ -340,10 +326,10 @@ struct Stage<'a> {
 
 impl<'a> Stage<'a> {
     fn new(
-        division: &dyn Division,
+        division: &'a dyn Division,
         tuning: &'a Tuning,
         snapshot: &'a Snapshot,
-        memory: &mut Memory,
+        memory: &'a mut Memory,
     ) -> Self {
         let mut cast = cast(snapshot);
         let rotates = cast.iter().any(|it| it.class() == Class::Latency)
@@ -381,11 +367,11 @@ impl<'a> Stage<'a> {
         let quantum = tuning.quantum(&snapshot.costs, cast.iter().map(Actor::kind));
         memory.settle(snapshot.now, &entitled, quantum);
         Self {
-            now: snapshot.now,
-            costs: &snapshot.costs,
+            division,
             tuning,
+            snapshot,
+            memory,
             quantum,
-            crowded: snapshot.crowded,
             cast,
             rotates,
             pace: 1.0,
@@ -396,7 +382,7 @@ impl<'a> Stage<'a> {
     /// Asks for a plan in about `delay` µs.
     fn ask_in(&mut self, delay: f64) {
         let at = delay.max(MIN_STEP_US).ceil() as u64;
-        self.ask_at(self.now + Micros(at));
+        self.ask_at(self.snapshot.now + Micros(at));
     }
 
     fn ask_at(&mut self, at: Micros) {
@@ -411,64 +397,63 @@ impl<'a> Stage<'a> {
 
     /// Finds the latency domains that take the device at once: those that have not run ahead of their share by their burst, nor
     /// kept others of their class waiting for long.
-    fn bursts(&mut self, memory: &mut Memory) {
+    fn bursts(&mut self) {
         let several = self.several();
-        let wants = |it: &Actor| it.wants && !it.held();
-        let wanting = self.cast.iter().filter(|it| wants(it)).count();
-        let look = memory.looked_at(self.now, self.tuning.hog);
+        let look = self.memory.looked_at(self.snapshot.now, self.tuning.hog);
         look.into_iter().for_each(|(_, end)| self.ask_at(end));
         for index in 0..self.cast.len() {
-            let actor = &self.cast[index];
-            // One that ran ahead and pauses stays over its budget: it would have the device at each return, until that is seen.
-            let contested = wanting > usize::from(wants(actor));
-            let looked_at = look.is_some_and(|(id, _)| id == actor.domain.id);
-            let track = &mut memory.domains[index];
-            track.exhausted =
-                !looked_at && contested && self.must_wait(track.exhausted, -track.lag, actor.share);
-            let (lag, share, exhausted) = (track.lag, actor.share, track.exhausted);
+            let (actor, track) = (&self.cast[index], self.memory.domains[index]);
             let latency = actor.class() == Class::Latency;
-            let (runnable, demand, held) = (actor.runnable(), actor.domain.demand, actor.held());
+            let looked_at = look.is_some_and(|(id, _)| id == actor.domain.id);
+            // One that ran ahead and pauses stays over its budget: it would have the device at each return, until that is seen.
+            let exhausted = !looked_at
+                && self.is_contested(actor)
+                && self.must_wait(track.exhausted, -track.lag, actor.share);
             let hogs = actor.domain.demand_since + self.tuning.hog;
             // Those that seem to take what they can get do not take it from one that is looked at.
             let waits = look.is_some() && track.greedy.is_some();
-            let hog =
-                several && !looked_at && (demand == Demand::Unknown || hogs <= self.now || waits);
-            let yields = runnable && (exhausted || hog);
-            (self.cast[index].exhausted, self.cast[index].hog) = (exhausted, hog);
-            self.cast[index].way = match latency && !yields {
+            let unknown = actor.domain.demand == Demand::Unknown;
+            let may_hog = several && !looked_at;
+            let hog = may_hog && (unknown || hogs <= self.snapshot.now || waits);
+            let runnable = actor.runnable();
+            let preempts = latency && !(runnable && (exhausted || hog));
+            self.memory.domains[index].exhausted = exhausted;
+            let actor = &mut self.cast[index];
+            (actor.exhausted, actor.hog) = (exhausted && latency, hog);
+            actor.way = match preempts {
                 true => Way::Preempting,
                 false => Way::Rotating,
             };
-            if several && latency && runnable && !hog && !looked_at {
+            if latency && runnable && may_hog && !hog {
                 self.ask_at(hogs);
-            }
-            if latency && runnable && contested && !held {
-                self.cast[index].changes_in = Some(match exhausted {
-                    true => self.level_in(-lag, share),
-                    false => (lag + self.tuning.burst(self.costs, share)) / (1.0 - share).max(1e-9),
-                });
             }
         }
     }
 
-    /// Whether latency domains contend that all take what they can get, so that none has short requests for which the device must be taken from the
+    /// Whether another may have work, and may run.
+    fn is_contested(&self, actor: &Actor) -> bool {
+        let mut others = self.cast.iter().filter(|it| it.is_ready());
+        others.any(|it| it.domain.id != actor.domain.id)
+    }
+
+    fn owns(&self, actor: &Actor) -> bool {
+        let owner = self.memory.owner;
+        owner.is_some_and(|it| it.id == actor.domain.id)
+    }
+
+    /// The timeslices, where latency domains contend that all take what they can get, so that none has short requests for which the device must be taken from the
     /// others at once. Timeslices divide it among them: one uses the gaps of the other, and none waits for whole quanta. Nothing but these keeps the
-    /// shares then, so all of them must be such that they can.
-    fn together(
-        &mut self,
-        division: &dyn Division,
-        snapshot: &Snapshot,
-        memory: &mut Memory,
-    ) -> Option<Together> {
+    /// shares then, so all of them must be such that they can. The owner has the shares of all that rotate.
+    fn together(&mut self) -> Option<Vec<Timeslice>> {
         let is_latency = |actor: &Actor| actor.class() == Class::Latency;
         let limited = self
             .cast
             .iter()
             .any(|it| is_latency(it) && it.claim.limit < 1.0);
-        if !self.several() || limited || !snapshot.gangs.is_empty() {
+        if !self.several() || limited || !self.snapshot.gangs.is_empty() {
             return None;
         }
-        let shares = self.shares_lately(division, snapshot);
+        let shares = self.shares_lately();
         let (mut among, mut running, mut others) = (Vec::new(), 0.0, 0.0);
         let mut short = false;
         for (index, actor) in self.cast.iter().enumerate() {
@@ -480,8 +465,8 @@ impl<'a> Stage<'a> {
                 others += share;
                 continue;
             }
-            let track = &mut memory.domains[index];
-            short |= !track.is_greedy(self.now) && actor.domain.demand != Demand::Unknown;
+            let track = &mut self.memory.domains[index];
+            short |= !track.is_greedy(self.snapshot.now) && actor.domain.demand != Demand::Unknown;
             among.push(share);
             running += if actor.runnable() { share } else { 0.0 };
         }
@@ -490,22 +475,24 @@ impl<'a> Stage<'a> {
         }
         among.extend(Some(others).filter(|share| *share > 0.0));
         let round = self.round_together(&among)?;
-        let Some(look_at) = memory.look(self.now, Micros(2 * round as u64)) else {
-            self.bursts(memory);
+        let Some(look_at) = self
+            .memory
+            .look(self.snapshot.now, Micros(2 * round as u64))
+        else {
+            self.bursts();
             return None;
         };
         self.ask_at(look_at);
         self.pace = (others / (others + running).max(1e-9)).max(1e-3);
         for actor in self.cast.iter_mut().filter(|it| is_latency(it)) {
-            (actor.way, actor.changes_in, actor.exhausted) = (Way::Slices, None, false);
+            (actor.way, actor.exhausted) = (Way::Slices, false);
         }
         let ids = self.cast.iter().filter(|it| is_latency(it));
-        memory.leave_to_timeslices(ids.map(|it| it.domain.id), self.quantum);
-        Some(Together {
-            shares,
-            others,
-            round,
-        })
+        self.memory
+            .leave_to_timeslices(ids.map(|it| it.domain.id), self.quantum);
+        let share = |(actor, share): (&Actor, f64)| if is_latency(actor) { share } else { others };
+        let shares = self.cast.iter().zip(shares).map(share);
+        Some(shares.map(|share| timeslice(share * round)).collect())
     }
 
     /// A round of timeslices that are the driver's own on average: longer ones cost fewer switches, but a program that waits for its own waits longer. None
@@ -523,196 +510,179 @@ impl<'a> Stage<'a> {
     }
 
     /// Asks for a plan when a latency domain will have run ahead by its burst, or will be level. The budgets of those that wait for
-    /// another of their class matter when that one's quantum ends.
+    /// another of their class matter when that one's quantum ends. When one that ran ahead before it paused will be level, the device
+    /// is divided among the others.
     fn ask_for_budgets(&mut self) {
-        let privileged = self.cast.iter().any(|it| it.owns && it.privileged());
+        let privileged = self.cast.iter().any(|it| self.owns(it) && it.privileged());
         for index in 0..self.cast.len() {
-            let actor = &self.cast[index];
+            let (actor, lag) = (&self.cast[index], self.memory.domains[index].lag);
             let matters = match actor.way {
-                Way::Rotating if !actor.owns => actor.exhausted && !(privileged && actor.hog),
-                _ => true,
+                Way::Slices => false,
+                Way::Rotating if !self.owns(actor) => actor.exhausted && !(privileged && actor.hog),
+                _ => actor.class() == Class::Latency,
             };
-            if let Some(delay) = actor.changes_in.filter(|_| matters) {
-                self.ask_in(delay);
+            let share = actor.share;
+            if matters && actor.is_ready() && self.is_contested(actor) {
+                self.ask_in(match actor.exhausted {
+                    true => self.level_in(-lag, share),
+                    false => (lag + self.burst(share)) / (1.0 - share).max(1e-9),
+                });
+            } else if actor.counts && !actor.wants && lag < 0.0 {
+                self.ask_in(-lag / share.max(1e-9));
             }
         }
     }
 
-    /// Asks for a plan when one that ran ahead before it paused will be level: then the device is divided among the others.
-    fn ask_for_level(&mut self, memory: &Memory) {
-        for index in 0..self.cast.len() {
-            let (actor, lag) = (&self.cast[index], memory.domains[index].lag);
-            if actor.counts && !actor.wants && lag < 0.0 {
-                self.ask_in(-lag / actor.share.max(1e-9));
-            }
-        }
+    fn burst(&self, share: f64) -> f64 {
+        self.tuning.burst(&self.snapshot.costs, share)
     }
 
     /// When a domain that ran so far ahead of its share shall be thawed, so that it is level when that has been done.
     fn level_in(&self, ahead: f64, share: f64) -> f64 {
-        ahead / share.max(1e-9) - self.costs.thaw.0 as f64
+        ahead / share.max(1e-9) - self.snapshot.costs.thaw.0 as f64
     }
 
     /// Whether a domain that ran so far ahead of its share must wait: from its burst on, until it is level.
     fn must_wait(&self, waits: bool, ahead: f64, share: f64) -> bool {
-        let burst = self.tuning.burst(self.costs, share);
-        let slack = Tuning::slack(self.costs).min(burst / 4.0);
+        let burst = self.burst(share);
+        let slack = Tuning::slack(&self.snapshot.costs).min(burst / 4.0);
         self.level_in(ahead, share) * share > slack && (waits || -ahead <= slack - burst)
     }
 
     /// Whose quantum it is: of those that are owed something, the one whose request ends first in virtual time (EEVDF), until it has
     /// used it.
-    fn choose_owner(&mut self, memory: &mut Memory) {
-        let slack = Tuning::slack(self.costs);
+    fn choose_owner(&mut self) {
+        let (costs, now) = (&self.snapshot.costs, self.snapshot.now);
+        let (slack, handover) = (Tuning::slack(costs), Tuning::handover(costs));
+        let linger = Micros(handover as u64);
         let others = self.cast.iter();
         let others = others.filter(|actor| actor.wants && actor.way == Way::Rotating);
         let (count, sum) = others.fold((0.0, 0.0), |(count, sum), actor| {
             (count + 1.0, sum + actor.share)
         });
-        let lag = |memory: &Memory, index: usize| memory.domains[index].lag;
-        let entitled = |memory: &Memory, index: usize| lag(memory, index) >= -slack;
         let request = |index: usize| {
-            let relative = self.cast[index].share * count / f64::max(sum, 1e-9);
-            let largest = match self.cast[index].class() {
-                Class::Latency => self.tuning.quantum(self.costs, [self.cast[index].kind()]),
+            let actor = &self.cast[index];
+            let largest = match actor.class() {
+                Class::Latency => self.tuning.quantum(costs, [actor.kind()]),
                 _ => self.quantum,
             };
-            request(largest, relative)
+            request(largest, actor.share * count / f64::max(sum, 1e-9))
         };
-        let rotating: Vec<usize> = (0..self.cast.len())
-            .filter(|index| self.cast[*index].rotates())
-            .collect();
-        let forced = rotating.iter().copied().find(|index| {
-            let pinned = self.cast[*index].domain.pinned;
-            pinned == Some(RunState::Enabled)
-        });
-        let before = memory.owner.and_then(|owner| {
-            let mut all = 0..self.cast.len();
-            Some((
-                owner,
-                all.find(|at| self.cast[*at].domain.id == owner.id && !self.cast[*at].held())?,
-            ))
-        });
-        let handover = Tuning::handover(self.costs);
-        let linger = Micros(handover as u64);
+        let lag = |index: usize| self.memory.domains[index].lag;
+        let entitled = |index: usize| lag(index) >= -slack;
+        let used_up = |index: usize| self.memory.domains[index].used + slack >= request(index);
+        let outranks = |index: usize, other: usize| {
+            self.cast[index].privileged() && !self.cast[other].privileged()
+        };
+        let rotating = (0..self.cast.len()).filter(|index| self.cast[*index].rotates());
+        let rotating: Vec<usize> = rotating.collect();
+        let others = |index: usize| rotating.iter().copied().filter(move |it| *it != index);
         // Just before a latency domain that is over its budget comes back, another owner would have next to nothing of its quantum, and
         // the controls would delay that domain.
-        let comes_back = |memory: &Memory, index: usize| {
+        let comes_back = |index: usize| {
             let actor = &self.cast[index];
-            let over = actor.exhausted && actor.class() == Class::Latency;
-            over && self.level_in(-lag(memory, index), actor.share) < 2.0 * handover
+            actor.exhausted && self.level_in(-lag(index), actor.share) < 2.0 * handover
         };
-        let used_up =
-            |memory: &Memory, index: usize| memory.domains[index].used + slack >= request(index);
         // Whether what one borrowed is another's; or it was given away in a pause of another that is owed a whole quantum: else one that
         // pauses whenever a quantum ends would never have its own.
-        let claims = |memory: &Memory, other: usize, owner: Owner, index: usize| {
-            let outranked = self.cast[index].privileged() && !self.cast[other].privileged();
-            let paused = self.cast[other].domain.demand_since > memory.domains[index].since;
-            let passed_over = paused && lag(memory, other) + slack >= request(other);
-            !outranked && (owner.borrowed && entitled(memory, other) || passed_over)
+        let claims = |other: usize, owner: Owner, index: usize| {
+            let paused = self.cast[other].domain.demand_since > self.memory.domains[index].since;
+            let passed_over = paused && lag(other) + slack >= request(other);
+            !outranks(index, other) && (owner.borrowed && entitled(other) || passed_over)
         };
-        let keeps = |memory: &Memory, owner: Owner, index: usize| {
+        let keeps = |owner: Owner, index: usize| {
             let actor = &self.cast[index];
-            let mut others = rotating.iter().copied().filter(|other| *other != index);
-            let waited_for = others.clone().any(|other| comes_back(memory, other));
-            let outranked = |other: usize| self.cast[other].privileged() && !actor.privileged();
-            if actor.way != Way::Rotating && actor.runnable() || others.clone().any(outranked) {
+            let left = actor.runnable() && actor.way != Way::Rotating;
+            if left || others(index).any(|other| outranks(other, index)) {
                 return false;
             }
-            match rotating.is_empty() || rotating == [index] {
+            match others(index).next() {
                 // It stays the one that need not be kept from the others.
-                true => actor.idle_for(self.now) < PAUSE,
-                false => {
-                    actor.idle_for(self.now) < linger
-                        && (waited_for || !owner.over && !used_up(memory, index))
-                        && !others.any(|other| claims(memory, other, owner, index))
+                None => actor.idle_for(now) < PAUSE,
+                Some(_) => {
+                    actor.idle_for(now) < linger
+                        && (!owner.over && !used_up(index) || others(index).any(comes_back))
+                        && !others(index).any(|other| claims(other, owner, index))
                 }
             }
         };
-        let chosen = match (forced, before) {
-            (Some(forced), _) => Some(forced),
-            (None, Some((owner, index))) if keeps(memory, owner, index) => Some(index),
-            _ => {
-                let key = |index: &usize| {
-                    let actor = &self.cast[*index];
-                    let track = memory.domains[*index];
-                    let left = request(*index) - track.used;
-                    let due = match entitled(memory, *index) {
-                        true if left > slack => left,
-                        true => request(*index),
-                        false => 0.0,
-                    };
-                    let late = (due - track.lag) / actor.share.max(1e-9);
-                    (
-                        (!actor.privileged(), !entitled(memory, *index)),
-                        late,
-                        track.since,
-                        actor.domain.id,
-                    )
-                };
-                rotating.iter().copied().min_by(|a, b| {
-                    let (a, b) = (key(a), key(b));
-                    (a.0.cmp(&b.0))
-                        .then(a.1.total_cmp(&b.1))
-                        .then((a.2, a.3).cmp(&(b.2, b.3)))
-                })
-            }
-        };
-        let Some(index) = chosen else {
-            memory.owner = None;
-            return;
-        };
-        let (id, borrowed) = (self.cast[index].domain.id, !entitled(memory, index));
-        let (request, over) = (request(index), used_up(memory, index));
-        let goes_on = before.is_some_and(|(owner, held)| {
-            held == index && (forced.is_some() || keeps(memory, owner, held))
+        let before = self.memory.owner.and_then(|owner| {
+            let index = self.cast.iter().position(|it| it.domain.id == owner.id);
+            Some((owner, index.filter(|at| !self.cast[*at].held())?))
         });
-        match (&mut memory.owner, before) {
-            (Some(owner), _) if goes_on => owner.over |= over && forced.is_none(),
-            (_, before) => {
-                if let Some((_, held)) = before.filter(|(owner, _)| owner.over) {
-                    memory.domains[held].used = 0.0;
-                }
-                memory.owner = Some(Owner {
-                    id,
-                    borrowed,
-                    over: false,
-                });
+        let kept = before.filter(|(owner, index)| keeps(*owner, *index));
+        let pinned = |index: &usize| self.cast[*index].domain.pinned == Some(RunState::Enabled);
+        let forced = rotating.iter().copied().find(pinned);
+        let first = || {
+            let key = |index: usize| {
+                let (actor, track) = (&self.cast[index], self.memory.domains[index]);
+                let left = request(index) - track.used;
+                let due = match entitled(index) {
+                    true if left > slack => left,
+                    true => request(index),
+                    false => 0.0,
+                };
+                let late = (due - track.lag) / actor.share.max(1e-9);
+                let rank = (!actor.privileged(), !entitled(index));
+                (rank, late, track.since)
+            };
+            // Of those that are equal, the lowest id is the first.
+            rotating.iter().copied().min_by(|a, b| {
+                let (a, b) = (key(*a), key(*b));
+                (a.0.cmp(&b.0))
+                    .then(a.1.total_cmp(&b.1))
+                    .then(a.2.cmp(&b.2))
+            })
+        };
+        let index = forced.or(kept.map(|(_, index)| index));
+        let Some(index) = index.or_else(first) else {
+            self.memory.owner = None;
+            return;
+        };
+        let actor = &self.cast[index];
+        let (request, used_up) = (request(index), used_up(index));
+        let new = Owner {
+            id: actor.domain.id,
+            borrowed: !entitled(index),
+            over: false,
+        };
+        // When those it does not outrank will be entitled to what it has.
+        let entitled_in = |index: usize| -lag(index) / self.cast[index].share.max(1e-9);
+        let soonest = others(index)
+            .filter(|other| !outranks(index, *other))
+            .map(entitled_in)
+            .fold(1e9, f64::min);
+        let alone = others(index).next().is_none();
+        let goes_on = forced.is_some() || kept.is_some();
+        let held = before.filter(|(_, held)| goes_on && *held == index);
+        let owner = held.map_or(new, |(held, _)| Owner {
+            over: held.over || used_up && forced.is_none(),
+            ..held
+        });
+        let tracks = &mut self.memory.domains;
+        if let Some((_, lost)) = before.filter(|(owner, _)| owner.over && held.is_none()) {
+            tracks[lost].used = 0.0;
+        }
+        if held.is_none() || forced.is_some() {
+            tracks[index].since = now;
+            if used_up {
+                tracks[index].used = 0.0;
             }
         }
-        let track = &mut memory.domains[index];
-        if !goes_on || forced.is_some() {
-            track.since = self.now;
-            if over {
-                track.used = 0.0;
-            }
-        }
-        self.cast[index].owns = true;
-        let others: Vec<usize> = rotating.into_iter().filter(|it| *it != index).collect();
-        if others.is_empty() {
+        let used = tracks[index].used;
+        self.memory.owner = Some(owner);
+        if alone {
             return;
         }
-        if !self.cast[index].runnable() {
-            let end = self.cast[index].domain.demand_since + linger;
+        if !actor.runnable() {
+            let end = actor.domain.demand_since + linger;
             return self.ask_at(end);
         }
-        if !memory.owner.is_some_and(|owner| owner.over) && !self.is_preempted() {
-            self.ask_in((request - memory.domains[index].used) / self.pace);
+        if !owner.over && !self.is_preempted() {
+            self.ask_in((request - used) / self.pace);
         }
-        if forced.is_none() && memory.owner.is_some_and(|owner| owner.borrowed) {
-            let entitled_in = |at: &usize| {
-                let actor = &self.cast[*at];
-                -memory.domains[*at].lag / actor.share.max(1e-9)
-            };
-            let ranks =
-                |at: &&usize| self.cast[**at].privileged() || !self.cast[index].privileged();
-            let soonest = others
-                .iter()
-                .filter(ranks)
-                .map(entitled_in)
-                .fold(f64::INFINITY, f64::min);
-            self.ask_in(soonest.min(1e9));
+        if owner.borrowed && forced.is_none() {
+            self.ask_in(soonest);
         }
     }
 
@@ -725,14 +695,14 @@ impl<'a> Stage<'a> {
 
     /// Finds the domains that pause beside an owner: they may be back in the middle of its quantum, and if they were enabled, the two
     /// would meet at their short timeslices until that is seen. So would a latency domain that is over its budget.
-    fn separate(&mut self, memory: &Memory, gangs: &BTreeSet<TenantId>) {
+    fn separate(&mut self) {
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
             let until = actor.domain.demand_since + PAUSE;
-            let rotating = memory.owner.is_some() && actor.way == Way::Rotating && !actor.owns;
-            let over = actor.class() == Class::Latency && actor.exhausted;
-            let pauses = !actor.runnable() && !gangs.contains(&actor.tenant);
-            if (rotating || over) && pauses && self.now < until {
+            let rotating = self.memory.owner.is_some() && actor.way == Way::Rotating;
+            let waits = rotating && !self.owns(actor) || actor.exhausted;
+            let pauses = !actor.runnable() && !self.snapshot.gangs.contains(&actor.domain.tenant);
+            if waits && pauses && self.snapshot.now < until {
                 self.cast[index].contends = true;
                 self.ask_at(until);
             }
@@ -750,22 +720,26 @@ impl<'a> Stage<'a> {
         };
         let least = latency.map(own).min().unwrap_or(0);
         // A process that is not controlled keeps the device for the driver's timeslice. Between two of those the shortest gets nothing done.
-        let least = if self.crowded { MAX_PATIENCE } else { least };
+        let least = if self.snapshot.crowded {
+            MAX_PATIENCE
+        } else {
+            least
+        };
         Timeslice(least.clamp(Timeslice::MIN.0, MAX_PATIENCE))
     }
 
     /// The timeslices where domains rotate. Where the owner's is not the shortest, a latency domain's leaves it its share, if such a round
     /// costs no more than others: a freeze, in which a request waits for the owner's whole debt, is not needed then.
-    fn rotating_slices(&mut self, division: &dyn Division, snapshot: &Snapshot) -> Vec<Timeslice> {
+    fn rotating_slices(&mut self) -> Vec<Timeslice> {
         let (patience, several) = (self.patience(), self.several());
         let shares = match patience.0 as f64 >= MIN_SLICE_US {
-            true => self.shares_lately(division, snapshot),
+            true => self.shares_lately(),
             false => vec![0.0; self.cast.len()],
         };
         let rotating = self.cast.iter().zip(&shares);
         let rotating = rotating.filter(|(it, _)| it.class() != Class::Latency && self.lately(it));
         let of_owner: f64 = rotating.map(|(_, share)| share).sum();
-        let least = 2.0 * self.costs.switch.0 as f64 / self.tuning.slice_cost.max(1e-3);
+        let least = 2.0 * self.snapshot.costs.switch.0 as f64 / self.tuning.slice_cost.max(1e-3);
         let long = |actor: &Actor, share: f64| {
             let progress = (patience.0 as f64 - RESTORE_US) * share / of_owner.max(1e-9);
             let slice = (progress + RESTORE_US).min(Timeslice::MAX.0 as f64);
@@ -776,7 +750,7 @@ impl<'a> Stage<'a> {
             }
         };
         let slice = |(actor, share): (&Actor, &f64)| match (actor.class(), actor.way) {
-            (Class::Latency, Way::Rotating) if several && actor.owns => patience,
+            (Class::Latency, Way::Rotating) if several && self.owns(actor) => patience,
             // It is frozen until it owns the quantum again, or preempts: until then its timeslice need not change.
             (Class::Latency, Way::Rotating) if several => actor.domain.timeslice,
             (Class::Latency, _) => long(actor, *share),
@@ -785,24 +759,17 @@ impl<'a> Stage<'a> {
         self.cast.iter().zip(&shares).map(slice).collect()
     }
 
-    /// The timeslices of latency domains that share by them, and of the owner among the others, which has the shares of all of those.
-    fn slices_together(&self, together: &Together) -> Vec<Timeslice> {
-        let slice = |(actor, share): (&Actor, &f64)| match actor.class() {
-            Class::Latency => timeslice(share * together.round),
-            _ => timeslice(together.others * together.round),
-        };
-        self.cast.iter().zip(&together.shares).map(slice).collect()
-    }
-
     /// Whether a domain has work or had some lately: short pauses issue no controls.
     fn lately(&self, actor: &Actor) -> bool {
-        actor.idle_for(self.now) < self.tuning.recent
+        actor.idle_for(self.snapshot.now) < self.tuning.recent
     }
 
     /// The shares of the domains that had work lately, beside each other; of another, what it would have if all had work.
-    fn shares_lately(&mut self, division: &dyn Division, snapshot: &Snapshot) -> Vec<f64> {
-        let lately = divide(division, &self.cast, snapshot, |it| self.lately(it));
-        let all = divide(division, &self.cast, snapshot, |_| true);
+    fn shares_lately(&mut self) -> Vec<f64> {
+        let lately = divide(self.division, &self.cast, self.snapshot, |it| {
+            self.lately(it)
+        });
+        let all = divide(self.division, &self.cast, self.snapshot, |_| true);
         let pauses = self.cast.iter().filter(|it| !it.runnable());
         let pauses = pauses.filter(|it| self.lately(it));
         let end = pauses.map(|it| it.domain.demand_since + self.tuning.recent);
@@ -815,39 +782,36 @@ impl<'a> Stage<'a> {
     }
 
     /// The timeslices that alone bring shares about, but for limits.
-    fn slices(
-        &mut self,
-        division: &dyn Division,
-        snapshot: &Snapshot,
-        memory: &mut Memory,
-    ) -> Vec<Timeslice> {
+    fn slices(&mut self) -> Vec<Timeslice> {
         if self.cast.len() == 1 {
             // There is no other domain: leave it as the driver made it.
             return vec![Timeslice::DEFAULT];
         }
-        let shares = self.shares_lately(division, snapshot);
+        let shares = self.shares_lately();
         let pairs = self.cast.iter().zip(&shares);
         let lately: Vec<f64> = pairs
             .filter(|(actor, _)| self.lately(actor))
             .map(|(_, share)| *share)
             .collect();
         let only_batch = self.cast.iter().all(|it| it.class() == Class::Batch);
-        let round = self.tuning.round(self.costs, &lately, only_batch);
-        self.keep_limits(&shares, memory);
+        let round = self.tuning.round(&self.snapshot.costs, &lately, only_batch);
+        self.keep_limits(&shares);
         let slices = shares.into_iter().map(|share| timeslice(share * round));
         slices.collect()
     }
 
     /// Freezes those that ran ahead of their limits in the pauses of others, while one that did not has work.
-    fn keep_limits(&mut self, shares: &[f64], memory: &mut Memory) {
-        for track in &mut memory.domains {
-            track.exhausted = self.must_wait(track.exhausted, track.over, track.ceiling);
+    fn keep_limits(&mut self, shares: &[f64]) {
+        for index in 0..self.cast.len() {
+            let track = self.memory.domains[index];
+            self.memory.domains[index].exhausted =
+                self.must_wait(track.exhausted, track.over, track.ceiling);
         }
-        let mut pairs = self.cast.iter().zip(&memory.domains);
+        let mut pairs = self.cast.iter().zip(&self.memory.domains);
         let contested = pairs.any(|(it, track)| it.works() && !track.exhausted);
         // Of those that run for certain: a domain may have what all others leave.
         let mut running = 0.0;
-        for ((actor, track), share) in self.cast.iter_mut().zip(&memory.domains).zip(shares) {
+        for ((actor, track), share) in self.cast.iter_mut().zip(&self.memory.domains).zip(shares) {
             actor.exhausted = contested && track.exhausted;
             // Else it would have the device at each return, until that is seen.
             actor.contends = actor.exhausted && !actor.runnable();
@@ -859,13 +823,13 @@ impl<'a> Stage<'a> {
             let own = if actor.works() { 0.0 } else { *share };
             let gains = share / (running + own) - track.ceiling;
             let gains = Some(gains).filter(|it| actor.wants && !track.exhausted && *it > 0.0);
-            let burst = self.tuning.burst(self.costs, track.ceiling);
+            let burst = self.burst(track.ceiling);
             match actor.exhausted {
                 true => Some(self.level_in(track.over, track.ceiling)),
                 false => gains.map(|gains| (burst - track.over) / gains),
             }
         };
-        let pairs = self.cast.iter().zip(&memory.domains).zip(shares);
+        let pairs = self.cast.iter().zip(&self.memory.domains).zip(shares);
         let next = pairs.filter_map(changes_in).min_by(f64::total_cmp);
         next.into_iter().for_each(|delay| self.ask_in(delay));
     }
@@ -885,10 +849,8 @@ impl<'a> Stage<'a> {
             (_, Way::Slices) if actor.exhausted => (Frozen, "over its limit while others wait"),
             (_, Way::Slices) => (Enabled, "shares by timeslices"),
             (_, Way::Preempting) => (Enabled, "takes the device at once"),
-            (_, Way::Rotating) if actor.owns => (Enabled, "has its quantum"),
-            _ if actor.exhausted && actor.class() == Class::Latency => {
-                (Frozen, "over its budget while others wait")
-            }
+            (_, Way::Rotating) if self.owns(actor) => (Enabled, "has its quantum"),
+            _ if actor.exhausted => (Frozen, "over its budget while others wait"),
             _ => (Frozen, "waits for its quantum"),
         }
     }
@@ -909,18 +871,15 @@ fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
         let swapped_out = *pinned == Some(RunState::Frozen) && !snapshot.gangs.contains(tenant);
         Actor {
             domain,
-            tenant: *tenant,
             claim: Claim::from(state.map_or(&unknown, |it| &it.spec)),
             user: state.map(|it| it.user).unwrap_or_default(),
             wants: domain.demand.may_run() && !swapped_out,
             counts: false,
             share: 0.0,
             way: Way::Slices,
-            owns: false,
             contends: false,
             exhausted: false,
             hog: false,
-            changes_in: None,
         }
     };
     snapshot.domains.iter().map(actor).collect()
@@ -940,7 +899,7 @@ fn ceilings(
     let ceiling = |(actor, share): (&Actor, f64)| {
         let own = cast
             .iter()
-            .filter(|it| it.tenant == actor.tenant && works(it));
+            .filter(|it| it.domain.tenant == actor.domain.tenant && works(it));
         let limit = actor.claim.limit / own.count().max(1) as f64;
         limit.max(share).max(1e-6)
     };
@@ -964,7 +923,7 @@ fn divide(
             whose.push(None);
             continue;
         }
-        let claimant = *known.entry(actor.tenant).or_insert_with(|| {
+        let claimant = *known.entry(actor.domain.tenant).or_insert_with(|| {
             let (user, claim) = (actor.user, actor.claim);
             claimants.push((0, divide::Claimant { user, claim }));
             claimants.len() - 1
