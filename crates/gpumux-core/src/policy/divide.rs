@@ -56,8 +56,8 @@ pub trait Division: Send + Sync {
 pub const FLOOR: f64 = 0.05;
 
 /// Guarantees first; the rest goes to the highest class that wants it, by weight, and what its limits leave to the next. Those of lower classes
-/// have at least their part, by weight, of [`FLOOR`], or what weights would give them if no class counted, if that is less. So neither a higher
-/// class nor a guarantee makes a tenant's share smaller.
+/// have at least their part, by weight, of [`FLOOR`], or what weights would give them if no class counted, if that is less. So no
+/// guarantee makes a tenant's share smaller, nor does a higher class; beside one of that class at its limit, it may by some thousandths.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Priority;
 
