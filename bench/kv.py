@@ -195,6 +195,12 @@ def random_takes(results: Results, _cases: Sequence[str], _modes: Sequence[str],
 RUN = {"granules": granules, "ranks": granules, "guarantee": guarantee, "random": random_takes}
 
 
+def usual(part: str) -> tuple[list[str], list[str]]:
+    """The cases and modes of a part on this machine: no more ranks than GPUs."""
+    cases, modes = PARTS[part]
+    return cases, [it for it in modes if part != "ranks" or int(it) <= Nvml().count()]
+
+
 def main() -> int:
     """Runs one part, or all."""
     parser = common.parser(
@@ -220,7 +226,7 @@ def main() -> int:
     options.takes = options.takes or (200 if options.quick else 1000)
     options.seconds = options.seconds or (30.0 if options.quick else 300.0)
     logs = common.begin(options)
-    return common.run_parts(parser, options, PARTS, lambda part, *chosen: RUN[part](*chosen, logs, options), "kv-")
+    return common.run_parts(parser, options, PARTS, lambda part, *chosen: RUN[part](*chosen, logs, options), "kv-", usual)
 
 
 if __name__ == "__main__":

@@ -221,7 +221,9 @@ class Ranks:
         key, pipe = "bench", subprocess.PIPE
         # They end with their standard input, and so with this process.
         self.processes = [subprocess.Popen([*given, "--device", str(it)], stdin=pipe, stdout=pipe, text=True) for it in range(options.ranks)]
-        self.answers = [self.answer(it) for it in self.processes]
+        for it in self.processes:
+            if "error" in (found := self.answer(it)):
+                raise RuntimeError(found["error"])
         for it in self.processes:
             it.stdin.write(json.dumps({"do": "listen", "key": key}) + "\n")
             it.stdin.flush()

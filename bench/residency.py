@@ -79,6 +79,13 @@ class Nvml:
         if self.library.nvmlInit_v2() or self.library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)):
             raise BenchError("NVML does not answer")
 
+    def count(self) -> int:
+        """Devices."""
+        found = ctypes.c_uint()
+        if result := self.library.nvmlDeviceGetCount_v2(ctypes.byref(found)):
+            raise BenchError(f"nvmlDeviceGetCount answers {result}")
+        return found.value
+
     def memory(self) -> Nvml._Memory:
         """In bytes."""
         found = self._Memory()

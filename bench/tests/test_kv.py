@@ -24,6 +24,11 @@ class Cases(unittest.TestCase):
         for order in ("granules", "fill", "get", "release", "verify", "shuffle", "lock", "work"):
             self.assertTrue(callable(getattr(kv_worker.Worker, order)))
 
+    def test_machine_with_one_gpu_has_no_cells_of_two_ranks(self) -> None:
+        for gpus, modes in (1, ["1"]), (2, ["1", "2"]):
+            with mock.patch.object(kv, "Nvml", lambda gpus=gpus: SimpleNamespace(count=lambda: gpus)):
+                self.assertEqual(kv.usual("ranks")[1], modes)
+
     def test_answer_of_fill_has_what_the_benchmark_asks_for(self) -> None:
         left = [1, 1, 1, 0]
         alloc = lambda count, wait_s: list(range(min(count, left.pop(0)))) or None  # noqa: E731

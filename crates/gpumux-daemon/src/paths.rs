@@ -13,7 +13,7 @@ use rustix::{
     process::getuid,
 };
 
-/// Variables that lead a program to an MPS server, and say how it is treated there.
+/// Variables that lead a program to an MPS server, and that set its part of the SMs and its priority there.
 pub const MPS_VARIABLES: [&str; 4] = [
     "CUDA_MPS_PIPE_DIRECTORY",
     "CUDA_MPS_LOG_DIRECTORY",

@@ -142,7 +142,7 @@ impl Domain {
         let more = done.since(before).unwrap_or_default();
         if let Some(mean) = more.busy.0.checked_div(more.waits) {
             let before = self.state.request.map_or(mean, |it| it.0);
-            self.state.request = Some(Micros((3 * before).saturating_add(mean) / 4));
+            self.state.request = Some(Micros(before.saturating_mul(3).saturating_add(mean) / 4));
         }
     }
 
