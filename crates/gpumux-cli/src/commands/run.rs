@@ -81,7 +81,7 @@ GPUMUX_KEEPER; with --gpu \
 CUDA_VISIBLE_DEVICES and, where these are numbers, CUDA_DEVICE_ORDER=PCI_BUS_ID. For Python, its launchers \
 and scripts also XLA_PYTHON_CLIENT_PREALLOCATE=false (JAX), TF_FORCE_GPU_ALLOW_GROWTH=true (TensorFlow) and \
 NCCL_PROFILER_PLUGIN (libgpumux.so); in a group NCCL_MAX_CTAS, if others leave less than NCCL's own; with --ranks-per-gpu \
-GPUMUX_RANKS_PER_GPU, CUDA_VISIBLE_DEVICES, NCCL_MAX_CTAS, NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL_NVLS_ENABLE=0. What the user has set for the same stays; \
+GPUMUX_RANKS_PER_GPU, CUDA_VISIBLE_DEVICES, NCCL_MAX_CTAS, NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL_NVLS_ENABLE=0. What the user has set for the same stays, but for CUDA_MPS_* in a group; \
 one line names what was set.";
 
 /// Run a program as a tenant
