@@ -88,7 +88,7 @@ class Ranks:
         answers = self._ask(wait_s, "commit", first, count, wait_s, (self._name, len(self._all)))
         if all(it == kv._DONE for it in answers):
             # Only now: memory that a device still sets to zero must not be given back.
-            if all(it == kv._DONE for it in self._ask(0.0, "clear", first, count)):
+            if all(it == kv._DONE for it in self._ask(_MARK_S, "clear", first, count)):
                 return kv._DONE
             self._tell("mark", first, count, kv.FREE)
             return kv._NOT_YET

@@ -212,6 +212,10 @@ pub enum Event {
         /// What it has.
         holding: Holding,
     },
+    /// It will say when it has received what it was granted.
+    Confirms(ProcessId),
+    /// It has received what it was granted by this name: what it reports from now on contains that.
+    Received(ProcessId, u32),
     /// It keeps so many bytes of host memory for what is moved.
     Keeps(ProcessId, u64),
     /// Its program gives caches back when it is asked to.
@@ -801,6 +805,8 @@ impl Broker {
                 total,
                 holding,
             } => self.holds(process, &device, total, holding, out),
+            Event::Confirms(process) => self.accounting.confirms(process),
+            Event::Received(process, ticket) => self.accounting.received(process, ticket),
             Event::Keeps(process, bytes) => self.keeps(now, process, bytes, out),
             Event::Reclaims(process) => {
                 if let Some(process) = self.processes.get_mut(&process) {

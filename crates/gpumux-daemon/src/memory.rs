@@ -115,6 +115,7 @@ pub(crate) fn event(session: SessionId, packet: Shim) -> Option<Event> {
             device,
             kept: Kept { bytes, inherited },
         },
+        Shim::Received { ticket } => Event::Received(process, ticket),
         Shim::Cancel { ticket } => Event::Cancel(process, ticket),
         Shim::Missing { ticket } => Event::Missing { process, ticket },
         _ => return None,

@@ -378,7 +378,9 @@ impl Session {
                     Ok(Some((Daemon::Granted { ticket, bytes }, _))) => {
                         // One that came too late is given back.
                         if !lease::answered(ticket, (bytes, 0)) && bytes > 0 {
-                            space::tell_with(space::Space::holds);
+                            space::tell_with(|space| {
+                                space::receipt(ticket).into_iter().chain(space.holds())
+                            });
                         }
                     }
                     Ok(Some((

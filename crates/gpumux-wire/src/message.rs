@@ -22,7 +22,8 @@ pub const PROTOCOL: u32 = 7;
 /// 10: copies between host and device: [`COPYING`].
 /// 11: how long programs wait: [`WAITED`].
 /// 12: requests of several processes: [`PARTS`].
-pub const REVISION: u32 = 12;
+/// 13: that a grant has come: [`RECEIPTS`].
+pub const REVISION: u32 = 13;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
 pub const SHARING: u32 = 4;
@@ -54,6 +55,9 @@ pub const WAITED: u32 = 11;
 
 /// The revision from which on processes of a tenant ask for memory together ([`Shim::AskPart`]).
 pub const PARTS: u32 = 12;
+
+/// The revision from which on a process says that it has received what it was granted ([`Shim::Received`]).
+pub const RECEIPTS: u32 = 13;
 
 /// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
 pub const LEAVING: u64 = 2;
@@ -332,6 +336,11 @@ pub enum Shim {
         of: u64,
         /// How many parts it has.
         parts: u32,
+    },
+    /// From revision 13 on. [`Daemon::Granted`] has come: what [`Shim::Holds`] says from now on contains it.
+    Received {
+        /// Of which question.
+        ticket: u32,
     },
 }
 

@@ -78,6 +78,8 @@ struct Absent {
 struct Member {
     tenant: TenantId,
     holdings: BTreeMap<String, Holding>,
+    /// What it was granted and has not said to have received: its name for the request, and how much of which device; none of one that never says so.
+    coming: Option<Vec<(u32, String, Holding)>>,
     droppable: BTreeMap<String, Droppable>,
     kept: BTreeMap<String, Kept>,
     /// What it has inherited so far.
@@ -493,6 +495,7 @@ impl Accounting {
         let member = Member {
             tenant,
             holdings: BTreeMap::new(),
+            coming: None,
             droppable: BTreeMap::new(),
             kept: BTreeMap::new(),
             inherited: BTreeMap::new(),
@@ -669,6 +672,37 @@ impl Accounting {
         Ok(given)
     }
 
+    /// A process will say when it has received what it was granted ([`Self::received`]).
+    pub(super) fn confirms(&mut self, process: ProcessId) {
+        if let Some(member) = self.members.get_mut(&process) {
+            member.coming = Some(Vec::new());
+        }
+    }
+
+    /// A process was granted so much of what it asked for by this name.
+    pub(super) fn granted(&mut self, (process, ask): &(ProcessId, Ask), ticket: u32, bytes: u64) {
+        if self.mutation == Some(Mutation::ForgetGrants) {
+            return;
+        }
+        let mut given = Holding::default();
+        match ask.kind {
+            Kind::Movable => given.movable = bytes,
+            Kind::Pinned => given.pinned = bytes,
+        }
+        let member = self.members.get_mut(process);
+        if let Some(coming) = member.and_then(|it| it.coming.as_mut()) {
+            coming.push((ticket, ask.device.clone(), given));
+        }
+    }
+
+    /// It has received that: what it reports from now on contains it.
+    pub(super) fn received(&mut self, process: ProcessId, ticket: u32) {
+        let member = self.members.get_mut(&process);
+        if let Some(coming) = member.and_then(|it| it.coming.as_mut()) {
+            coming.retain(|(it, _, _)| *it != ticket);
+        }
+    }
+
     /// Why a request could never be granted as things are, however much were moved away; none if it could.
     pub(super) fn could_ask(&self, parts: &[(ProcessId, Ask)]) -> Option<Denied> {
         let tenant = self.tenant_of(parts.first()?.0)?;
@@ -701,6 +735,10 @@ impl Accounting {
             return;
         };
         let tenant = member.tenant;
+        // It was sent before these had come.
+        let coming = member.coming.iter().flatten();
+        let coming = coming.filter(|(_, on, _)| on == uuid);
+        let holding = coming.fold(holding, |sum, (_, _, it)| sum.plus(*it));
         let before = member.holdings.insert(uuid.to_owned(), holding);
         if before.is_none() && self.mutation != Some(Mutation::CountTwice) {
             let inherited = self.inherit(process, uuid);

@@ -367,6 +367,10 @@ impl Broker {
             }
         };
         self.asks.remove(&key);
+        let granted = pending.parts.iter().zip(&pending.tickets).zip(&given);
+        for ((part, ticket), bytes) in granted.filter(|(_, bytes)| **bytes > 0) {
+            self.accounting.granted(part, *ticket, *bytes);
+        }
         if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
             tenant.lost = None;
             if pending.since < now && given.iter().any(|it| *it > 0) && !passes {

@@ -138,4 +138,6 @@ pub enum Mutation {
     MoveInVain,
     /// Each part of a request is granted by itself.
     PartByPart,
+    /// What a process reports while memory that it was granted is on its way to it counts as all that it has.
+    ForgetGrants,
 }

@@ -18,7 +18,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 29] = [
+    let all: [(Mutation, fn()); 30] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -111,6 +111,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::PartByPart,
             model::every_order::ranks_have_their_parts_together_in_every_order,
+        ),
+        (
+            Mutation::ForgetGrants,
+            parts::report_that_crosses_a_grant_leaves_no_room_to_others,
         ),
         (
             Mutation::SessionBeginsAnew,

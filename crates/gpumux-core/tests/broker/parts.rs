@@ -24,6 +24,8 @@ struct Node {
     /// What each process was answered, by its name for the part.
     answers: BTreeMap<(u64, u32), u64>,
     holds: BTreeMap<u64, u64>,
+    /// Grants that are on their way.
+    granted: Vec<(ProcessId, u32)>,
     /// Processes that were to close their gates.
     closed: Vec<u64>,
     /// Processes whose programs were to give caches back.
@@ -45,6 +47,7 @@ impl Node {
             },
             answers: BTreeMap::new(),
             holds: BTreeMap::new(),
+            granted: Vec::new(),
             closed: Vec::new(),
             reclaimed: Vec::new(),
         };
@@ -74,6 +77,7 @@ impl Node {
     fn join(&mut self, process: u64) {
         self.holds.insert(process, 0);
         self.event(Event::Joined(ProcessId(process), TenantId(process / RANKS)));
+        self.event(Event::Confirms(ProcessId(process)));
     }
 
     fn event(&mut self, event: Event) {
@@ -89,6 +93,7 @@ impl Node {
                     if let Some(holds) = self.holds.get_mut(&process.0) {
                         *holds += bytes;
                     }
+                    self.granted.push((process, ticket));
                 }
                 Command::Order(process, _, Order::Trim) => self.report(process.0),
                 Command::Order(process, _, Order::Quiesce { .. }) => self.closed.push(process.0),
@@ -106,8 +111,16 @@ impl Node {
         }
     }
 
+    /// All grants have come, and it reports what it has.
     fn report(&mut self, process: u64) {
+        for (process, ticket) in std::mem::take(&mut self.granted) {
+            self.event(Event::Received(process, ticket));
+        }
         let movable = self.holds.get(&process).copied().unwrap_or(0);
+        self.reports(process, movable);
+    }
+
+    fn reports(&mut self, process: u64, movable: u64) {
         self.event(Event::Holds {
             process: ProcessId(process),
             device: DEVICES[(process % RANKS) as usize].into(),
@@ -234,6 +247,28 @@ fn two_requests_do_not_wait_for_each_other() {
     node.keep(1, 0);
     node.run_for(Micros::from_secs(1));
     assert_eq!(node.answered(1, 1), [Some(12), Some(12)]);
+}
+
+/// Leases that are not used are asked back for another while a grant is on its way: what the process reports then is without it.
+#[test]
+pub(crate) fn report_that_crosses_a_grant_leaves_no_room_to_others() {
+    for parts in [RANKS, 1] {
+        let mut node = Node::new(2, MemoryPolicy::Wait);
+        let ask = |node: &mut Node, tenant: u64| match parts {
+            1 => node.part(tenant * RANKS, 1, 1, 12),
+            _ => node.both(tenant, 1, 12),
+        };
+        let answered = |node: &Node, tenant: u64| node.answers.get(&(tenant * RANKS, 1)).copied();
+        ask(&mut node, 0);
+        node.reports(0, 0);
+        ask(&mut node, 1);
+        node.run_for(Micros::from_secs(1));
+        assert!(answered(&node, 0) > Some(0));
+        assert_eq!(answered(&node, 1), None, "{parts} parts");
+        (0..parts).for_each(|process| node.keep(process, 0));
+        node.run_for(Micros::from_secs(1));
+        assert!(answered(&node, 1) > Some(0), "{parts} parts");
+    }
 }
 
 #[test]

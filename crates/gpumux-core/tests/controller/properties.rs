@@ -24,7 +24,10 @@ pub(crate) enum Step {
     Stopped(u64),
     /// It asks for so many GiB.
     Asks(u64, u64),
+    Frees(u64),
     Ends(u64),
+    /// One of this class, guarantee and limit comes, or it has these from now on.
+    Comes(u64, Class, f64, f64),
     /// Its program has waited for so many pieces of work, which took so long.
     Waited(u64, u64, Micros),
     Pass(Micros),
@@ -41,7 +44,16 @@ impl Step {
             Self::Tampered(id) => world.tamper(id, Timeslice(777)),
             Self::Stopped(id) => world.set_stopped(id, true),
             Self::Asks(id, gib) => world.ask(id, 0, gib * GIB),
+            Self::Frees(id) => world.free(id),
             Self::Ends(id) => world.kill(id),
+            Self::Comes(id, class, guaranteed, limit) => {
+                if !world.has(id) {
+                    world.tenant(id, spec(class, guaranteed), &[id as usize % 2]);
+                }
+                world.set(id, |it| {
+                    (it.class, it.guaranteed, it.limit) = (class, guaranteed, limit);
+                });
+            }
             Self::Waited(id, pieces, time) => {
                 // As many as it takes to be sure, and one more.
                 (0..6).for_each(|_| world.waited(id, pieces, time, Micros(time.0 / 10)));
@@ -57,11 +69,15 @@ fn step() -> impl Strategy<Value = Step> {
         4 => id.clone().prop_map(Step::Busy),
         3 => id.clone().prop_map(Step::Idle),
         1 => id.clone().prop_map(Step::Fails),
-        1 => id.clone().prop_map(Step::Works),
+        //1 => id.clone().prop_map(Step::Hangs),
+        2 => id.clone().prop_map(Step::Works),
         1 => id.clone().prop_map(Step::Tampered),
         1 => id.clone().prop_map(Step::Stopped),
         2 => (id.clone(), 1..40u64).prop_map(|(id, gib)| Step::Asks(id, gib)),
+        1 => id.clone().prop_map(Step::Frees),
         1 => id.clone().prop_map(Step::Ends),
+        1 => (id.clone(), prop::sample::select(Class::ALL.to_vec()), 0.0..0.02f64, 0.02..1.5f64)
+            .prop_map(|(id, class, guaranteed, limit)| Step::Comes(id, class, guaranteed, limit.min(1.0))),
         2 => (id.clone(), 1..600u64, 100..20_000u64)
             .prop_map(|(id, pieces, us)| Step::Waited(id, pieces, Micros(us))),
         6 => (1..100_000u64).prop_map(|us| Step::Pass(Micros(us))),
@@ -136,12 +152,15 @@ proptest! {
     fn random_worlds_keep_what_must_hold(
         policy in prop::sample::select(policy::NAMES.to_vec()),
         kinds in kinds(12),
+        groups in prop::collection::vec(any::<bool>(), 12),
         steps in prop::collection::vec(step(), 1..60),
     ) {
         let mut world = World::new(policy, 2);
         let count = kinds.len() as u64;
-        for (id, (spec, devices)) in (1..).zip(specs(&kinds, 0.6)) {
-            world.tenant(id, with_memory(spec, GIB), &devices);
+        for ((id, (spec, devices)), group) in (1..).zip(specs(&kinds, 0.6)).zip(groups) {
+            let group = group && spec.class != Class::Latency && devices.len() == 1;
+            let group = group.then_some(DomainId(1_000 + devices[0] as u64));
+            world.member(id, UserId::default(), with_memory(spec, GIB), &devices, group);
         }
         for step in steps {
             let step = match step {
@@ -149,6 +168,9 @@ proptest! {
                 Step::Idle(id) => Step::Idle(id % count + 1),
                 Step::Fails(id) => Step::Fails(id % count + 1),
                 Step::Works(id) => Step::Works(id % count + 1),
+                Step::Hangs(id) => Step::Hangs(id % count + 1),
+                Step::Frees(id) => Step::Frees(id % count + 1),
+                Step::Comes(id, class, guaranteed, limit) => Step::Comes(id % (count + 2) + 1, class, guaranteed, limit),
                 Step::Tampered(id) => Step::Tampered(id % count + 1),
                 Step::Stopped(id) => Step::Stopped(id % count + 1),
                 Step::Asks(id, gib) => Step::Asks(id % count + 1, gib),

@@ -192,15 +192,8 @@ impl World {
         devices: &[usize],
         shared: Option<DomainId>,
     ) {
-        let terms = Terms {
-            class: spec.class,
-            share: spec.memory(),
-            policy: spec.memory_policy,
-            sleep_after: None,
-        };
         let tenant = TenantId(id);
-        let event = Event::Tenant(tenant, user, spec.clone());
-        self.controller.handle(self.now, event);
+        self.declare(id, user, spec.clone());
         let groups = devices
             .iter()
             .map(|device| DomainId(id * 8 + *device as u64));
@@ -220,7 +213,6 @@ impl World {
             away: None,
         };
         self.tenants.insert(id, known);
-        self.memory(broker::Event::Tenant(tenant, terms));
         self.memory(broker::Event::Joined(ProcessId(id), tenant));
         for (&device, id) in devices.iter().zip(groups) {
             // The driver library of each process that joins sets the timeslice, of all.
@@ -333,6 +325,29 @@ impl World {
             }
         }
         self.settle();
+    }
+
+    /// A tenant's spec becomes this one.
+    pub(crate) fn set(&mut self, id: u64, change: impl FnOnce(&mut TenantSpec)) {
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        change(&mut tenant.spec);
+        let (user, spec) = (tenant.user, tenant.spec.clone());
+        self.declare(id, user, spec);
+        self.settle();
+    }
+
+    fn declare(&mut self, id: u64, user: UserId, spec: TenantSpec) {
+        let terms = Terms {
+            class: spec.class,
+            share: spec.memory(),
+            policy: spec.memory_policy,
+            sleep_after: None,
+        };
+        let event = Event::Tenant(TenantId(id), user, spec);
+        self.controller.handle(self.now, event);
+        self.memory(broker::Event::Tenant(TenantId(id), terms));
     }
 
     /// Another program sets the timeslice of a tenant's groups.

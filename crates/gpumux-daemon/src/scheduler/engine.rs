@@ -14,6 +14,7 @@ use gpumux_core::{
     recording::Line,
 };
 use gpumux_rm::layout::engine::GR0;
+use gpumux_wire::message::RECEIPTS;
 
 use super::{
     admission::Admission,
@@ -377,11 +378,16 @@ impl Engine {
     pub(super) fn meet(&mut self, mut met: Met) {
         let session = met.session;
         met.began = self.state.ago(met.made);
-        let joined = Event::Joined(ProcessId(session.0), met.tenant);
+        let process = ProcessId(session.0);
+        let joined = Event::Joined(process, met.tenant);
+        let confirms = met.page.revision() >= RECEIPTS;
         self.crashes.watch(&met.link);
         self.state.sessions.insert(session, met);
         self.moves.greet(&self.state, session);
         self.memory_event(joined);
+        if confirms {
+            self.memory_event(Event::Confirms(process));
+        }
     }
 
     /// Manages a group from now on.

@@ -164,14 +164,11 @@ fn commit(address: u64, (first, count): (u64, u64), wait: Duration, of: Option<P
         return UNKNOWN;
     };
     let deadline = Instant::now() + wait;
-    let mut asks = of;
     let committed = attempt::in_time(Some(deadline), || {
         let lacking = range.clone().filter(|it| table.state(*it) == OUT).count() as u64;
         let need = lacking * table.granule();
         let left = deadline.saturating_duration_since(Instant::now());
-        // What the driver had not is asked for again without the others, which have their parts.
-        let part = asks.take();
-        if (need > 0 || part.is_some()) && !space::take_within(left, device, need, stays, part) {
+        if (need > 0 || of.is_some()) && !space::take_within(left, device, need, stays, of) {
             return Err(Refused::ByAccounting);
         }
         let mut made = 0;
@@ -184,7 +181,11 @@ fn commit(address: u64, (first, count): (u64, u64), wait: Duration, of: Option<P
         });
         // Another thread was first, or it was not made.
         space::give(device, need - made, stays);
-        backed
+        // The others have their parts and ask no more: it would wait alone, and keep these from others meanwhile.
+        match backed {
+            Err(Refused::ByDriver(OUT_OF_MEMORY)) if of.is_some() => Ok(LATER),
+            backed => backed,
+        }
     });
     match committed {
         Ok(answer) => answer,

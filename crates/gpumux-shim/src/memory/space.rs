@@ -17,7 +17,7 @@ use std::{
 
 use gpumux_wire::{
     Shim,
-    message::{PARTS, SHOWING},
+    message::{PARTS, RECEIPTS, SHOWING},
 };
 
 use crate::{
@@ -318,28 +318,36 @@ pub(crate) fn take_within(
         return take_within(wait, device, bytes, pinned, part);
     }
     caches::look();
-    let ask = |ticket| match part {
-        None => Shim::Ask {
-            ticket,
-            device: uuid,
-            total,
-            need,
-            want: need.saturating_add(batch(total)),
-            pinned,
-        },
-        Some((of, parts)) => Shim::AskPart {
-            ticket,
-            device: uuid,
-            total,
-            need,
-            pinned,
-            of,
-            parts,
-        },
+    let mut name = 0;
+    let ask = |ticket| {
+        name = ticket;
+        match part {
+            None => Shim::Ask {
+                ticket,
+                device: uuid,
+                total,
+                need,
+                want: need.saturating_add(batch(total)),
+                pinned,
+            },
+            Some((of, parts)) => Shim::AskPart {
+                ticket,
+                device: uuid,
+                total,
+                need,
+                pinned,
+                of,
+                parts,
+            },
+        }
     };
     // When no daemon manages this process, it grants itself what it needs.
-    let given = lease::ask_within(wait, ask).map_or(need, |(bytes, _)| bytes);
+    let answer = lease::ask_within(wait, ask);
+    let given = answer.map_or(need, |(bytes, _)| bytes);
     with(|space| {
+        // Before any other report.
+        let receipt = answer.and_then(|_| receipt(name));
+        receipt.into_iter().for_each(lease::tell);
         let Some(known) = space.devices.get_mut(&device) else {
             return true;
         };
@@ -356,6 +364,11 @@ pub(crate) fn take_within(
         }
         enough
     })
+}
+
+/// What the daemon hears when it has granted what was asked for by this name.
+pub(crate) fn receipt(ticket: u32) -> Option<Shim> {
+    lease::knows(RECEIPTS).then_some(Shim::Received { ticket })
 }
 
 /// Gives so much back.

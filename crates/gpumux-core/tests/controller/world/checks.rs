@@ -29,14 +29,19 @@ impl World {
         tenant.is_some_and(|it| it.holding.values().any(|it| it.swapped > 0))
     }
 
-    /// Whether the controller may control all groups of a tenant, and its memory is there.
+    /// Whether the controller may control all groups of a tenant, also by their other members, and its memory is there.
     pub(super) fn is_sound(&self, tenant: u64) -> bool {
         let groups = self.tenants.get(&tenant).map(|it| &it.groups);
-        let mut known = groups.into_iter().flatten();
-        known.all(|id| {
+        let shared = |id: &DomainId| self.groups[id].shared;
+        let own: Vec<_> = groups.into_iter().flatten().collect();
+        let meant = |id: &DomainId| {
+            let member = shared(id).is_some() && own.iter().any(|it| shared(it) == shared(id));
+            member || own.contains(&id)
+        };
+        let mut known = self.groups.iter().filter(|(id, _)| meant(id));
+        known.all(|(id, group)| {
             let known = self.controller.domain(*id).expect("it came");
-            let works = self.groups[id].manner == Manner::Works;
-            works && !known.is_faulty() && !known.swapped_out
+            group.manner == Manner::Works && !known.is_faulty() && !known.swapped_out
         })
     }
 

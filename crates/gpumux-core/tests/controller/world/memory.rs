@@ -41,6 +41,19 @@ impl World {
         self.settle();
     }
 
+    /// A tenant's process frees half of what it has on its devices.
+    pub(crate) fn free(&mut self, id: u64) {
+        let Some(tenant) = self.tenants.get(&id).filter(|it| !it.stopped) else {
+            return;
+        };
+        for (device, holding) in tenant.holding.clone() {
+            let movable = holding.movable / 2;
+            let event = holds(ProcessId(id), device, Holding { movable, ..holding });
+            self.memory(event);
+        }
+        self.settle();
+    }
+
     /// Something happened that concerns memory.
     pub(super) fn memory(&mut self, event: broker::Event) {
         if let broker::Event::Holds {
@@ -58,6 +71,10 @@ impl World {
             let activity = Activity {
                 busy: it.busy,
                 idle_since: it.idle_since,
+                in_group: it
+                    .groups
+                    .iter()
+                    .any(|id| self.groups.get(id).is_some_and(|it| it.shared.is_some())),
                 ..Activity::default()
             };
             (TenantId(*id), activity)
