@@ -366,7 +366,7 @@ pub(crate) fn take_within(
     })
 }
 
-/// What the daemon hears when it has granted what was asked for by this name.
+/// What the process reports when it has been granted what it asked for by this name.
 pub(crate) fn receipt(ticket: u32) -> Option<Shim> {
     lease::knows(RECEIPTS).then_some(Shim::Received { ticket })
 }
