@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import operator
 import sys
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -31,6 +32,8 @@ HELD, ALREADY, NEEDLESS, TOO_EARLY, LATER, IMPOSSIBLE = 0, 1, 2, 3, 4, -1
 KEEP, COLD, DISCARDABLE = 0, 1, 2
 DONE, LOST, UNKNOWN = 0, 1, -1
 """What may be said of memory, and the answers: see include/gpumux.h."""
+
+_INT_MAX, _U64_MAX = (1 << 31) - 1, (1 << 64) - 1
 
 # The process itself: the preloaded library is part of it.
 _process = ctypes.CDLL(None)
@@ -53,6 +56,17 @@ _advise = _function("gpumux_advise", ctypes.c_int, ctypes.c_uint64, ctypes.c_uin
 _on_reclaim = _function("gpumux_on_reclaim", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
+def _whole(what: str, value: Any, most: int, least: int = 0) -> int:
+    """A whole number in these bounds. ctypes makes another number of one that is not."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a whole number, not {value!r}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{what} is a whole number from {least} to {most}, not {number}")
+    return number
+
+
 def present() -> bool:
     """Whether the library is there."""
     return _hint is not None
@@ -60,11 +74,15 @@ def present() -> bool:
 
 def hint(device: int = 0, expected_us: int = 0) -> int:
     """Says that work for a device (its CUDA ordinal) comes in so many µs, 0 if that is not known."""
-    return int(_hint(device, max(0, expected_us))) if _hint else NEEDLESS
+    device = _whole("device", device, _INT_MAX, -1)
+    # More than a second is too early, however much it is.
+    expected_us = min(max(0, _whole("expected_us", expected_us, sys.maxsize, -sys.maxsize)), _INT_MAX)
+    return int(_hint(device, expected_us)) if _hint else NEEDLESS
 
 
 def advise(address: int, size: int, advice: int) -> int:
     """Says something of device memory. `LOST`: it was discardable, and its contents are gone."""
+    address, size, advice = _whole("address", address, _U64_MAX), _whole("size", size, _U64_MAX), _whole("advice", advice, _INT_MAX, -_INT_MAX)
     return int(_advise(address, size, advice)) if _advise else UNKNOWN
 
 
@@ -79,8 +97,8 @@ def on_reclaim(function: Callable[[int, int], int]) -> bool:
 
     def call(device: int, missing: int, _user: int | None) -> int:
         try:
-            return max(0, int(function(device, missing)))
-        except Exception as error:  # It cannot be raised anywhere.
+            return min(max(0, int(function(device, missing))), _U64_MAX)
+        except BaseException as error:  # It cannot be raised anywhere.
             print(f"gpumux: giving memory back failed: {error!r}", file=sys.stderr)
             return 0
 
@@ -107,12 +125,14 @@ def begin() -> int:
 
 def end(request: int) -> None:
     """The request of a `begin` is done."""
+    request = _whole("request", request, _U64_MAX)
     if _end:
         _end(request)
 
 
 def progress(units: int) -> None:
     """So much more is done, in a unit of the program's own (tokens, samples): scaling profiles then compare the program with itself by it."""
+    units = _whole("units", units, _U64_MAX, -_U64_MAX)
     if _progress and units > 0:
         _progress(units)
 
