@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ctypes
 import operator
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -38,7 +39,9 @@ _INT_MAX, _U64_MAX = (1 << 31) - 1, (1 << 64) - 1
 # The process itself: the preloaded library is part of it.
 _process = ctypes.CDLL(None)
 _Reclaim = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)
-_reclaimers: list[Any] = []  # They must live as long as they may be called.
+_reclaimers: list[Callable[[int, int], int]] = []
+_serving = 0
+"""The process whose library calls them."""
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
@@ -92,21 +95,38 @@ def on_reclaim(function: Callable[[int, int], int]) -> bool:
     """
     if not callable(function):
         raise TypeError(f"on_reclaim takes a function, not {function!r}")
-    if not _on_reclaim:
+    if not _serves():
         return False
+    _reclaimers.append(function)
+    return True
 
-    def call(device: int, missing: int, _user: int | None) -> int:
+
+def _serves() -> bool:
+    """Whether the library calls `_reclaim`. One function does for all: it has places for 64."""
+    global _serving
+    if _on_reclaim and _serving != os.getpid() and not _on_reclaim(ctypes.cast(_reclaim, ctypes.c_void_p), None):
+        _serving = os.getpid()
+        atexit.register(_serve_no_more)
+    return _serving == os.getpid()
+
+
+def _serve_no_more() -> None:
+    """The interpreter must not be entered once it is ending. What the functions refer to ends with it."""
+    _on_reclaim(None, None)
+    _reclaimers.clear()
+
+
+@_Reclaim  # type: ignore[untyped-decorator,unused-ignore]  # ctypes has no types for it.
+def _reclaim(device: int, missing: int, _user: int | None) -> int:
+    freed = 0
+    for function in list(_reclaimers):
+        if freed >= missing:
+            break
         try:
-            return min(max(0, int(function(device, missing))), _U64_MAX)
+            freed += max(0, int(function(device, missing - freed)))
         except BaseException as error:  # It cannot be raised anywhere.
             print(f"gpumux: giving memory back failed: {error!r}", file=sys.stderr)
-            return 0
-
-    if not _reclaimers:
-        # The interpreter must not be entered once it is ending.
-        atexit.register(_on_reclaim, None, None)
-    _reclaimers.append(_Reclaim(call))
-    return bool(_on_reclaim(ctypes.cast(_reclaimers[-1], ctypes.c_void_p), None) == 0)
+    return min(freed, _U64_MAX)
 
 
 def torch_cache(device: int, _missing: int) -> int:
