@@ -43,7 +43,7 @@ _GRANULE = 16 << 20
 _LONGEST_S = 1e6
 """The longest wait: the library takes milliseconds in 32 bits."""
 _WHY = {
-    _NOT_YET: "there is no room for one granule on the device now",
+    _NOT_YET: "there is no room for one granule on the device now, or the process has 4096 ranges",
     _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
     -1: "a granule is a multiple of 2 MiB, at most 64 MiB, and a range has at most 64 TiB",
     -2: "no context of the device is current",
