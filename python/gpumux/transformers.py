@@ -278,6 +278,9 @@ class ElasticCache(DynamicCache):  # type: ignore[misc,unused-ignore]
     """
 
     def __init__(self, model: Any, max_length: int | None = None, *, wait_s: float = 30.0) -> None:
+        if max_length is not None:
+            max_length = gpumux._whole("max_length", max_length, 1 << 40, 1)
+        wait_s = float(wait_s)
         config = getattr(model, "config", model)
         super().__init__(config=config)
         if not transformers.__version__.startswith(VERSIONS):

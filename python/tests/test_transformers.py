@@ -239,6 +239,14 @@ class Own(unittest.TestCase):
         self.assertFalse(cache.elastic)
         self.assertTrue(torch.equal(out, it.generate(**prompt(1, 20), max_new_tokens=10, do_sample=False)))
 
+    def test_wrong_length_or_wait_is_an_error_at_once(self) -> None:
+        for options, why in (
+            ({"max_length": 0}, "max_length is a whole number from 1 .*, not 0"), ({"max_length": -5}, "not -5"), ({"max_length": "80"}, "not '80'"),
+            ({"wait_s": "long"}, "could not convert"), ({"wait_s": None}, "NoneType"),
+        ):  # fmt: skip
+            with self.assertRaisesRegex((TypeError, ValueError), why):
+                ElasticCache(model(), **options)
+
     def test_model_on_the_processor_has_its_own_memory(self) -> None:
         self.told(ElasticCache, "the model is on cpu")
 
