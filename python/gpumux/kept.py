@@ -31,14 +31,14 @@ import gpumux
 from gpumux import kv
 
 _DONE, _FOUND, _NOT_KEPT = 0, 3, -5
-_NAME = 128
-"""Most bytes of a name."""
+_NAME, _LARGEST = 128, 1 << 44
+"""Most bytes of a name and of a buffer."""
 _UNIT = 512
 """Alignment of tensors in a buffer."""
 _WHY = {
     1: "another process of the tenant has it, or the device has no room",
     2: "it exceeds the tenant's memory limit, or all other memory is guaranteed",
-    -1: "a name has 1 to 128 bytes, and a process has each buffer once",
+    -1: "a process has each buffer once",
     -2: "no context of the device is current",
     -3: "gpumux leaves this program's memory to the driver (GPUMUX_MEMORY=native, peer access, or a forked child)",
     -4: "the driver or `gpumux run` refuses",
@@ -71,7 +71,7 @@ class Buffer:
             fits = False
         if not fits:
             raise ValueError(f"a name has 1 to {_NAME} bytes of UTF-8 and no zero, not {name!r}")
-        nbytes, device = gpumux._whole("nbytes", nbytes, 1 << 62, 1), gpumux._whole("device", device, gpumux._INT_MAX)
+        nbytes, device = gpumux._whole("nbytes", nbytes, _LARGEST, 1), gpumux._whole("device", device, gpumux._INT_MAX)
         self.name, self.nbytes, self.device = name, nbytes, device
         self.kind = "kept"
         """`kept`, or `device`: ordinary memory, that ends with the process."""

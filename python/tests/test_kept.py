@@ -113,7 +113,7 @@ class Buffers(unittest.TestCase):
             kept.Buffer("a", 64e6)
         # The library would take the lower 64 bits, or a name up to its first zero.
         for name, size, device, why in (
-            ("a", (1 << 64) + 64, 0, "nbytes is a whole number from"), ("a", 64, "cuda:0", "device is a whole number, not 'cuda:0'"),
+            ("a", (1 << 64) + 64, 0, "nbytes is a whole number from"), ("a", (1 << 44) + 1, 0, "nbytes is a whole number from 1 to 17592186044416, not"), ("a", 64, "cuda:0", "device is a whole number, not 'cuda:0'"),
             ("a", 64, 1 << 32, "device is a whole number from"), ("a\0b", 64, 0, "128 bytes of UTF-8 and no zero, not 'a.x00b'"),
             ("", 64, 0, "not ''"), ("ü" * 65, 64, 0, "not 'üü"), (None, 64, 0, "not None"), (b"a", 64, 0, "not b'a'"), ("\udc80", 64, 0, "not '"),
         ):  # fmt: skip
