@@ -11,6 +11,8 @@ fit (another version, a model on the processor, no `gpumux run`) has transformer
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import sys
 import warnings
@@ -187,10 +189,14 @@ class _Memory:
     """The elastic memory of one cache's layers."""
 
     def __init__(self, layers: int, max_length: int, wait_s: float) -> None:
-        self.layers, self.max_length, self.wait_s = layers, max_length, wait_s
+        self.whole = self.layers = layers
+        self.max_length, self.wait_s = max_length, wait_s
         # The layers in it keep an arena.
         self.arenas: list[weakref.ref[_Arena]] = []
         self.unfit: Unfit | None = None
+
+    def __deepcopy__(self, _memo: Any) -> _Memory:
+        return _Memory(self.whole, self.max_length, self.wait_s)
 
     def rows(self, keys: Any, values: Any) -> _Rows:
         """A place for one layer. Raises Unfit."""
@@ -235,6 +241,21 @@ class ElasticLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
             self._rows = self._memory.rows(key_states, value_states)
         except Unfit as why:
             _warn(str(why))
+
+    def __deepcopy__(self, memo: Any) -> ElasticLayer:
+        """The next update puts the copied tokens into a range of the copy's own."""
+        made = copy.copy(self)
+        memo[id(self)], made._rows = made, None
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                # Without what lies beside it in the range.
+                setattr(made, name, value.clone())
+            elif name != "_rows":
+                setattr(made, name, copy.deepcopy(value, memo))
+        if self._rows is not None and self.is_initialized:
+            with contextlib.suppress(Unfit):
+                made._rows = made._memory.rows(made.keys, made.values)
+        return made
 
     def update(self, key_states: Any, value_states: Any, *arguments: Any, **options: Any) -> Any:
         if not self.is_initialized:
