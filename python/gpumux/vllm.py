@@ -302,9 +302,17 @@ def counting(base: type) -> type:
     """A scheduler of vLLM's that reports new tokens as progress, for scaling profiles."""
 
     class Scheduler(base):  # type: ignore[misc]
+        gpumux_counts = True
+
         def update_from_output(self, *arguments: Any, **options: Any) -> Any:
             result = super().update_from_output(*arguments, **options)
-            gpumux.progress(sum(len(it.new_token_ids) for client in result.values() for it in client.outputs))
+            try:
+                tokens = sum(len(it.new_token_ids) for client in result.values() for it in client.outputs) if self.gpumux_counts else 0
+            except (AttributeError, TypeError) as error:
+                self.gpumux_counts, tokens = False, 0
+                logger.warning("gpumux %s does not fit vLLM %s: tokens are not counted: %s", gpumux.__version__, vllm.__version__, error)
+            if tokens:
+                gpumux.progress(tokens)
             return result
 
     return Scheduler

@@ -357,6 +357,17 @@ class Steps(unittest.TestCase):
         scheduler.update_from_output(found)
         self.assertEqual([self.range.state(it) for it in range(4)], [kv.IN_USE, kv.FREE, kv.OUT, kv.OUT])
 
+    def test_results_without_the_names_are_not_counted(self) -> None:
+        """As those of a version newer than those that were known may be."""
+        for result in ({0: Some(outputs=[Some(tokens=[5])])}, [Some()], None):
+            base = type("Other", (), {"update_from_output": lambda _self, given: given})
+            scheduler = module.counting(base)()
+            with mock.patch.object(module.gpumux, "progress") as progress, self.assertLogs("vllm.gpumux", "WARNING") as logs:
+                self.assertIs(scheduler.update_from_output(result), result)
+                self.assertIs(scheduler.update_from_output(result), result)
+            self.assertEqual((len(logs.output), progress.called), (1, False))
+            self.assertRegex(logs.output[0], "vLLM 0.24.0.*: tokens are not counted")
+
     def test_new_tokens_are_reported_as_progress(self) -> None:
         with mock.patch.object(module.gpumux, "progress") as progress:
             self.scheduler.update_from_output([])
