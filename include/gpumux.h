@@ -126,7 +126,7 @@ enum {
 /*
  * Reserves `bytes` of addresses of a device (its CUDA ordinal), whose context must be current, and stores where the range's
  * description is. `granule` is a multiple of 2 MiB, at most 64 MiB; 0: 16 MiB. All granules are without memory, but for one that is
- * mapped in place of all that are.
+ * mapped in place of all that are. A process has at most 4096 ranges.
  */
 int gpumux_range_new(int device, uint64_t bytes, uint64_t granule, const struct gpumux_range **range) __attribute__((weak));
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import operator
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -32,10 +34,14 @@ KEEP, COLD, DISCARDABLE = 0, 1, 2
 DONE, LOST, UNKNOWN = 0, 1, -1
 """What may be said of memory, and the answers: see include/gpumux.h."""
 
+_INT_MAX, _U64_MAX = (1 << 31) - 1, (1 << 64) - 1
+
 # The process itself: the preloaded library is part of it.
 _process = ctypes.CDLL(None)
 _Reclaim = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)
-_reclaimers: list[Any] = []  # They must live as long as they may be called.
+_reclaimers: list[Callable[[int, int], int]] = []
+_serving = 0
+"""The process whose library calls them."""
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
@@ -53,6 +59,17 @@ _advise = _function("gpumux_advise", ctypes.c_int, ctypes.c_uint64, ctypes.c_uin
 _on_reclaim = _function("gpumux_on_reclaim", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
+def _whole(what: str, value: Any, most: int, least: int = 0) -> int:
+    """A whole number in these bounds. ctypes makes another number of one that is not."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a whole number, not {value!r}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{what} is a whole number from {least} to {most}, not {number}")
+    return number
+
+
 def present() -> bool:
     """Whether the library is there."""
     return _hint is not None
@@ -60,11 +77,15 @@ def present() -> bool:
 
 def hint(device: int = 0, expected_us: int = 0) -> int:
     """Says that work for a device (its CUDA ordinal) comes in so many µs, 0 if that is not known."""
-    return int(_hint(device, max(0, expected_us))) if _hint else NEEDLESS
+    device = _whole("device", device, _INT_MAX, -1)
+    # More than a second is too early, however much it is.
+    expected_us = min(max(0, _whole("expected_us", expected_us, sys.maxsize, -sys.maxsize)), _INT_MAX)
+    return int(_hint(device, expected_us)) if _hint else NEEDLESS
 
 
 def advise(address: int, size: int, advice: int) -> int:
     """Says something of device memory. `LOST`: it was discardable, and its contents are gone."""
+    address, size, advice = _whole("address", address, _U64_MAX), _whole("size", size, _U64_MAX), _whole("advice", advice, _INT_MAX, -_INT_MAX)
     return int(_advise(address, size, advice)) if _advise else UNKNOWN
 
 
@@ -74,21 +95,38 @@ def on_reclaim(function: Callable[[int, int], int]) -> bool:
     """
     if not callable(function):
         raise TypeError(f"on_reclaim takes a function, not {function!r}")
-    if not _on_reclaim:
+    if not _serves():
         return False
+    _reclaimers.append(function)
+    return True
 
-    def call(device: int, missing: int, _user: int | None) -> int:
+
+def _serves() -> bool:
+    """Whether the library calls `_reclaim`. One function does for all: it has places for 64."""
+    global _serving
+    if _on_reclaim and _serving != os.getpid() and not _on_reclaim(ctypes.cast(_reclaim, ctypes.c_void_p), None):
+        _serving = os.getpid()
+        atexit.register(_serve_no_more)
+    return _serving == os.getpid()
+
+
+def _serve_no_more() -> None:
+    """The interpreter must not be entered once it is ending. What the functions refer to ends with it."""
+    _on_reclaim(None, None)
+    _reclaimers.clear()
+
+
+@_Reclaim  # type: ignore[untyped-decorator,unused-ignore]  # ctypes has no types for it.
+def _reclaim(device: int, missing: int, _user: int | None) -> int:
+    freed = 0
+    for function in list(_reclaimers):
+        if freed >= missing:
+            break
         try:
-            return max(0, int(function(device, missing)))
-        except Exception as error:  # It cannot be raised anywhere.
+            freed += max(0, int(function(device, missing - freed)))
+        except BaseException as error:  # It cannot be raised anywhere.
             print(f"gpumux: giving memory back failed: {error!r}", file=sys.stderr)
-            return 0
-
-    if not _reclaimers:
-        # The interpreter must not be entered once it is ending.
-        atexit.register(_on_reclaim, None, None)
-    _reclaimers.append(_Reclaim(call))
-    return bool(_on_reclaim(ctypes.cast(_reclaimers[-1], ctypes.c_void_p), None) == 0)
+    return min(freed, _U64_MAX)
 
 
 def torch_cache(device: int, _missing: int) -> int:
@@ -107,12 +145,14 @@ def begin() -> int:
 
 def end(request: int) -> None:
     """The request of a `begin` is done."""
+    request = _whole("request", request, _U64_MAX)
     if _end:
         _end(request)
 
 
 def progress(units: int) -> None:
     """So much more is done, in a unit of the program's own (tokens, samples): scaling profiles then compare the program with itself by it."""
+    units = _whole("units", units, _U64_MAX, -_U64_MAX)
     if _progress and units > 0:
         _progress(units)
 

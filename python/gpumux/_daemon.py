@@ -53,7 +53,12 @@ def ask(method: str, path: str, bounded: bool = True) -> Any:
         raise DaemonError(f"no answer to {method} {path}: {error}") from None
     finally:
         connection.close()
-    answer = json.loads(text) if text else {}
+    try:
+        answer = json.loads(text or "{}")
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise DaemonError(f"the answer to {method} {path} is not one of gpumux's daemon: {text[:80]!r}")
     if response.status >= 400:
         raise DaemonError(answer.get("error", f"the daemon answers {response.status} to {method} {path}"))
     return answer

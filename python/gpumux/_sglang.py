@@ -36,6 +36,9 @@ USED = {
 }
 """What is used of SGLang's classes: no version tells whether it fits, but these names."""
 
+PLANNED = "server_args token_to_kv_pool_allocator running_batch last_batch waiting_queue chunked_req tree_cache"
+"""What is used of SGLang's scheduler once it is made."""
+
 
 class Unfit(Exception):
     """Why the KV cache isn't elastic."""
@@ -296,7 +299,7 @@ def elastic(base: Any) -> Any:
 def _made(pool: Any) -> Cache | None:
     try:
         cache = Cache(pool)
-    except Unfit as why:
+    except (Unfit, AttributeError) as why:  # A newer SGLang's pool may lack a name.
         logger.warning("gpumux: the KV cache has a fixed size: %s", why)
         return None
     _caches.append(cache)
@@ -333,6 +336,8 @@ def fill(original: Callable[..., Any], pool: Any) -> Any:
 
 
 def _misfit(scheduler: Any, cache: Cache) -> str:
+    if lacking := [it for it in PLANNED.split() if not hasattr(scheduler, it)]:
+        return f"SGLang's scheduler has no {', '.join(lacking)}"
     own = scheduler.server_args
     several = [name for name in ("tp_size", "pp_size", "dp_size") if getattr(own, name, 1) > 1]
     return next(

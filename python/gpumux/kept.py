@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import operator
 import warnings
 from typing import Any, Iterable, Sequence
 
@@ -32,12 +31,14 @@ import gpumux
 from gpumux import kv
 
 _DONE, _FOUND, _NOT_KEPT = 0, 3, -5
+_NAME, _LARGEST = 128, 1 << 44
+"""Most bytes of a name and of a buffer."""
 _UNIT = 512
 """Alignment of tensors in a buffer."""
 _WHY = {
     1: "another process of the tenant has it, or the device has no room",
     2: "it exceeds the tenant's memory limit, or all other memory is guaranteed",
-    -1: "a name has 1 to 128 bytes, and a process has each buffer once",
+    -1: "a process has each buffer once",
     -2: "no context of the device is current",
     -3: "gpumux leaves this program's memory to the driver (GPUMUX_MEMORY=native, peer access, or a forked child)",
     -4: "the driver or `gpumux run` refuses",
@@ -62,9 +63,15 @@ class Buffer:
     """
 
     def __init__(self, name: str, nbytes: int, *, device: int = 0, fallback: bool = True) -> None:
-        nbytes = operator.index(nbytes)
-        if nbytes <= 0:
-            raise ValueError(f"a buffer has at least one byte: {nbytes}")
+        if not isinstance(name, str):
+            raise TypeError(f"a name is text, not {name!r}")
+        try:
+            fits = 0 < len(name.encode()) <= _NAME and "\0" not in name
+        except UnicodeEncodeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"a name has 1 to {_NAME} bytes of UTF-8 and no zero, not {name!r}")
+        nbytes, device = gpumux._whole("nbytes", nbytes, _LARGEST, 1), gpumux._whole("device", device, gpumux._INT_MAX)
         self.name, self.nbytes, self.device = name, nbytes, device
         self.kind = "kept"
         """`kept`, or `device`: ordinary memory, that ends with the process."""
@@ -104,8 +111,7 @@ class Buffer:
         """Commits what the buffer has once the stream (a `CUstream`, as `torch.cuda.Stream.cuda_stream`) has come so far; returns at once.
         After a fault, the contents are those of the last commit that the device had done."""
         self._check_open()
-        if not 0 <= operator.index(step) < 1 << 64:
-            raise ValueError(f"a step is a whole number from 0 to 2⁶⁴ - 1: {step}")
+        step, stream = gpumux._whole("step", step, gpumux._U64_MAX), gpumux._whole("stream", stream, gpumux._U64_MAX)
         if self.kind == "kept" and (answer := _commit(self.address, step, stream)):
             raise KeptError(f"step {step} of {self.name!r} is not committed: {_WHY.get(answer, answer)}")
         self.step = step
@@ -113,7 +119,8 @@ class Buffer:
     def tensor(self, shape: Sequence[int] | None = None, dtype: str = "uint8", offset: int = 0) -> kv.Tensor:
         """A part of it, for `torch.from_dlpack` and others: all bytes, or as it is said."""
         _kind, bits = kv._dtype(dtype)
-        shape = tuple(shape) if shape is not None else ((self.nbytes - offset) * 8 // bits,)
+        offset = gpumux._whole("offset", offset, 1 << 62, -(1 << 62))
+        shape = tuple(kv._numbers("a length", shape)) if shape is not None else ((self.nbytes - offset) * 8 // bits,)
         size = math.prod(shape) * bits // 8
         if offset < 0 or any(it < 0 for it in shape) or offset + size > self.nbytes:
             raise ValueError(f"{shape} of {dtype} at {offset} is more than {self.nbytes} bytes")
@@ -145,12 +152,13 @@ def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def tensors(name: str, originals: Sequence[Any], *, fallback: bool = True) -> Buffer:
+def tensors(name: str, originals: Iterable[Any], *, fallback: bool = True) -> Buffer:
     """Has PyTorch's tensors of one device in a kept buffer: each gets its memory there, by `tensor.data`. Contents are those of the last commit
     before a fault (`Buffer.found`), else what the tensors have. Commit the buffer on a stream that is ordered behind all that writes to them.
     """
     import torch  # Only programs that have it use this.
 
+    originals = list(originals)
     places = {it.device for it in originals}
     if len(places) != 1 or (place := places.pop()).type != "cuda":
         raise ValueError(f"kept tensors are of one CUDA device, not of {sorted(map(str, places))}")

@@ -24,9 +24,12 @@ import heapq
 import math
 import mmap
 import operator
+import os
+import sys
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -40,7 +43,7 @@ _GRANULE = 16 << 20
 _LONGEST_S = 1e6
 """The longest wait: the library takes milliseconds in 32 bits."""
 _WHY = {
-    _NOT_YET: "there is no room for one granule on the device now",
+    _NOT_YET: "there is no room for one granule on the device now, or the process has 4096 ranges",
     _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
     -1: "a granule is a multiple of 2 MiB, at most 64 MiB, and a range has at most 64 TiB",
     -2: "no context of the device is current",
@@ -169,7 +172,7 @@ class _Elastic:
 
     def commit(self, first: int, count: int, wait_s: float, part: tuple[int, int] | None = None) -> int:
         """`part`: the name of a request that several ranks make, and their number. An older library has no such requests."""
-        wait_ms = max(0, int(wait_s * 1000))
+        wait_ms = int(min(max(0.0, wait_s), _LONGEST_S) * 1000)
         if part and _commit_part:
             return int(_commit_part(self.address, first, count, wait_ms, *part))
         return int(_commit(self.address, first, count, wait_ms))
@@ -204,11 +207,11 @@ class _Plain:
     """Memory that is there as a whole, and stays."""
 
     def __init__(self, size: int, granule: int) -> None:
-        self.size, self.granule = size, granule
+        self.size, self.granule, self.process = size, granule, os.getpid()
 
     def gone(self) -> bool:
-        """In a forked child: a range is the parent's."""
-        return False
+        """In a forked child: the memory is the parent's."""
+        return os.getpid() != self.process
 
     def commit(self, _first: int, _count: int, _wait_s: float) -> int:
         return _DONE
@@ -266,7 +269,7 @@ def _backing(device: int, size: int, granule: int, fallback: bool) -> Any:
     try:
         plain: Any = _Device(device, size, granule)
     except PoolError as error:
-        why = f"{why}; {error}"
+        why = why if why == str(error) else f"{why}; {error}"
         try:
             plain = _Host(size, granule)
         except (OSError, OverflowError) as no_room:
@@ -295,6 +298,27 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield first, count
 
 
+def _numbers(what: str, given: Iterable[Any]) -> list[int]:
+    """Python's own, which are as long as their values need: products of numpy's 32-bit page numbers are not."""
+    given = list(given)
+    try:
+        return list(map(operator.index, given))
+    except TypeError:
+        return [gpumux._whole(what, it, sys.maxsize, -sys.maxsize) for it in given]  # It names the wrong one.
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """Another thread of the parent may have held a lock."""
+    for pool in list(_pools):
+        pool._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class Pool:
     """Pages of one device's memory at addresses that stay.
 
@@ -314,7 +338,9 @@ class Pool:
         granule_bytes: int = _GRANULE,
         fallback: bool = True,
     ) -> None:
-        bytes_max, page_bytes, device, granule_bytes = map(operator.index, (bytes_max, page_bytes, device, granule_bytes))
+        sizes = {"bytes_max": bytes_max, "page_bytes": page_bytes, "granule_bytes": granule_bytes}
+        bytes_max, page_bytes, granule_bytes = (gpumux._whole(name, it, 1 << 62) for name, it in sizes.items())
+        device = gpumux._whole("device", device, gpumux._INT_MAX)
         if page_bytes <= 0 or bytes_max < page_bytes:
             raise ValueError(f"a pool has at least one page: {bytes_max} bytes in pages of {page_bytes}")
         if granule_bytes % (2 << 20) or not 0 < granule_bytes <= 64 << 20:
@@ -328,7 +354,9 @@ class Pool:
         """Where page 0 is; page n is `n * page_bytes` behind it."""
         self.granule_bytes = granule_bytes
         self._lock = threading.RLock()
+        _pools.add(self)
         self._closed = False
+        self._reclaimers: list[Callable[[int, int], int]] = []
         # Of each page: free, cached or in use. Of each granule: how many such pages reach into it.
         self._states = bytearray([FREE]) * self.pages
         self._in_use, self._has_cached = [0] * granules, [0] * granules
@@ -373,6 +401,7 @@ class Pool:
 
     def free(self, pages: Sequence[int]) -> None:
         """Their contents are not needed any more."""
+        pages = _numbers("a page", pages)
         with self._lock:
             self._check_open()
             self._leave(pages)
@@ -381,6 +410,7 @@ class Pool:
 
     def cached(self, pages: Sequence[int]) -> list[int]:
         """Their contents can be made anew, and may be of use: a key for each, by which `touch` finds it."""
+        pages = _numbers("a page", pages)
         with self._lock:
             self._check_open()
             self._leave(pages)
@@ -398,6 +428,7 @@ class Pool:
 
     def touch(self, keys: Sequence[int]) -> list[int | None]:
         """Takes cached pages into use again: the number of each, or None where its contents are gone. Keys are used once."""
+        keys = _numbers("a key", keys)
         with self._lock:
             self._check_open()
             found: list[int | None] = []
@@ -447,20 +478,32 @@ class Pool:
         """Has `function(missing)` called, in a thread of its own, when others lack so many bytes on the device, before pages in use are
         moved: it frees pages. Returns whether that is possible."""
 
+        if not callable(function):
+            raise TypeError(f"on_reclaim takes a function, not {function!r}")
+
         def call(device: int, missing: int) -> int:
             if device != self.device or self._closed:
                 return 0
             function(missing)
             return self.trim()
 
-        return self.kind == "elastic" and gpumux.on_reclaim(call)
+        with self._lock:
+            self._check_open()
+            if self.kind != "elastic" or not gpumux.on_reclaim(call):
+                return False
+            self._reclaimers.append(call)
+            return True
 
     def close(self) -> None:
         """Frees all of it; tensors of it must not be used any more. Without this it ends with the process."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._memory.close()
+                for it in self._reclaimers:
+                    with contextlib.suppress(ValueError):  # None is called any more when Python ends.
+                        gpumux._reclaimers.remove(it)
+                if not self._memory.gone():
+                    self._memory.close()
 
     def __enter__(self) -> Pool:
         return self
@@ -474,7 +517,7 @@ class Pool:
         """All of the pages, for `torch.from_dlpack` and others: rows of bytes, or as it is said. Of pages that are not in use the contents
         are undefined."""
         kind, bits = _dtype(dtype)
-        shape = tuple(shape) if shape is not None else (self.pages, self.page_bytes * 8 // bits)
+        shape = tuple(_numbers("a length", shape)) if shape is not None else (self.pages, self.page_bytes * 8 // bits)
         if any(it < 0 for it in shape) or math.prod(shape) * bits // 8 > self.pages * self.page_bytes:
             raise ValueError(f"{shape} of {dtype} is more than {self.pages} pages of {self.page_bytes} bytes")
         return Tensor(self, shape, dtype)
@@ -624,6 +667,8 @@ _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes
 
 def _dtype(name: str) -> tuple[int, int]:
     """DLPack's code of a type such as `float16`, and its bits."""
+    if not isinstance(name, str):
+        raise TypeError(f"a type is named as 'float16' is, not {name!r}")
     kind = name.rstrip("0123456789")
     bits = int(name[len(kind) :] or 0)
     if kind not in _CODES or bits not in (8, 16, 32, 64):
@@ -634,7 +679,7 @@ def _dtype(name: str) -> tuple[int, int]:
 def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> list[list[int]] | None:
     """So many pages of each pool, such as those of one model on several GPUs, all or none: None when one of them has no room for them
     within about `wait_s`."""
-    deadline = time.monotonic() + min(max(0.0, float(wait_s)), _LONGEST_S)
+    pools, deadline = list(pools), time.monotonic() + min(max(0.0, float(wait_s)), _LONGEST_S)
     found: list[list[int]] = []
     try:
         for pool in pools:
@@ -662,8 +707,10 @@ class Tensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CPU, 0) if self.pool.kind == "host" else (_CUDA, self.pool.device)
 
-    def __dlpack__(self, **_wishes: Any) -> Any:
+    def __dlpack__(self, *, dl_device: Any = None, copy: bool | None = None, **_wishes: Any) -> Any:
         self.pool._check_open()
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError("arrays are the pool's own memory, on its device: copy what from_dlpack returns")
         shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
         managed = _DLManagedTensor()
         managed.tensor.data = self.pool.address + self.offset

@@ -48,9 +48,7 @@ def count(_result: Any, scheduler: Any, batch: Any, output: Any) -> None:
     try:
         if scheduler.ps.attn_tp_rank or scheduler.ps.pp_rank or not batch.forward_mode.is_decode():
             return
-        tokens = len(batch.reqs) + (output.num_correct_drafts or 0)
-    except AttributeError as error:
+        gpumux.progress(len(batch.reqs) + (output.num_correct_drafts or 0))
+    except (AttributeError, TypeError) as error:
         _unfit = True
         warnings.warn(f"gpumux.sglang is for SGLang {VERSIONS}: tokens are not counted ({error})", stacklevel=2)
-        return
-    gpumux.progress(tokens)

@@ -11,6 +11,8 @@ fit (another version, a model on the processor, no `gpumux run`) has transformer
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import sys
 import warnings
@@ -187,10 +189,14 @@ class _Memory:
     """The elastic memory of one cache's layers."""
 
     def __init__(self, layers: int, max_length: int, wait_s: float) -> None:
-        self.layers, self.max_length, self.wait_s = layers, max_length, wait_s
+        self.whole = self.layers = layers
+        self.max_length, self.wait_s = max_length, wait_s
         # The layers in it keep an arena.
         self.arenas: list[weakref.ref[_Arena]] = []
         self.unfit: Unfit | None = None
+
+    def __deepcopy__(self, _memo: Any) -> _Memory:
+        return _Memory(self.whole, self.max_length, self.wait_s)
 
     def rows(self, keys: Any, values: Any) -> _Rows:
         """A place for one layer. Raises Unfit."""
@@ -236,6 +242,21 @@ class ElasticLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
         except Unfit as why:
             _warn(str(why))
 
+    def __deepcopy__(self, memo: Any) -> ElasticLayer:
+        """The next update puts the copied tokens into a range of the copy's own."""
+        made = copy.copy(self)
+        memo[id(self)], made._rows = made, None
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                # Without what lies beside it in the range.
+                setattr(made, name, value.clone())
+            elif name != "_rows":
+                setattr(made, name, copy.deepcopy(value, memo))
+        if self._rows is not None and self.is_initialized:
+            with contextlib.suppress(Unfit):
+                made._rows = made._memory.rows(made.keys, made.values)
+        return made
+
     def update(self, key_states: Any, value_states: Any, *arguments: Any, **options: Any) -> Any:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -278,6 +299,9 @@ class ElasticCache(DynamicCache):  # type: ignore[misc,unused-ignore]
     """
 
     def __init__(self, model: Any, max_length: int | None = None, *, wait_s: float = 30.0) -> None:
+        if max_length is not None:
+            max_length = gpumux._whole("max_length", max_length, 1 << 40, 1)
+        wait_s = float(wait_s)
         config = getattr(model, "config", model)
         super().__init__(config=config)
         if not transformers.__version__.startswith(VERSIONS):

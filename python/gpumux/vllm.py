@@ -32,6 +32,8 @@ try:
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 except ImportError as error:
+    if not (error.name or "vllm").startswith("vllm"):
+        raise  # Of a package that vLLM needs.
     raise ImportError(
         f"gpumux.vllm is for vLLM 0.24 to 0.33, not vLLM {vllm.__version__} ({error}): leave --worker-cls out (the KV cache has a fixed size then)"
     ) from error
@@ -88,6 +90,15 @@ def check() -> None:
         raise Unfit(f"gpumux {gpumux.__version__} does not fit vLLM {vllm.__version__}: {', '.join(unknown)}")
 
 
+@contextlib.contextmanager
+def fitting() -> Iterator[None]:
+    """A name that the objects of this vLLM have not is a reason, too."""
+    try:
+        yield
+    except AttributeError as error:
+        raise Unfit(f"gpumux {gpumux.__version__} does not fit vLLM {vllm.__version__}: {error}") from error
+
+
 def in_one_process(parallel: Any) -> bool:
     """Whether vLLM's scheduler and its only worker are one process."""
     return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
@@ -135,9 +146,9 @@ class Packed(Layout):
         for spec in self.specs:
             if not getattr(spec, "indexes_kv_by_block_stride", False):
                 raise Unfit(f"layers with {type(spec).__name__}: their blocks can't be put together (try --attention-backend TRITON_ATTN)")
-        if get_kv_cache_layout() != "NHD":
+        if get_kv_cache_layout and get_kv_cache_layout() != "NHD":
             raise Unfit("vLLM's packed layout is for VLLM_KV_CACHE_LAYOUT=NHD")
-        if any(it.block_stride or it.size % self.config.num_blocks for it in self.tensors):
+        if not get_kv_cache_layout or any(it.block_stride or it.size % self.config.num_blocks for it in self.tensors):
             raise Unfit("vLLM lays the KV cache out in another way")
         return int(sum(it.size for it in self.tensors) // self.config.num_blocks)
 
@@ -291,9 +302,17 @@ def counting(base: type) -> type:
     """A scheduler of vLLM's that reports new tokens as progress, for scaling profiles."""
 
     class Scheduler(base):  # type: ignore[misc]
+        gpumux_counts = True
+
         def update_from_output(self, *arguments: Any, **options: Any) -> Any:
             result = super().update_from_output(*arguments, **options)
-            gpumux.progress(sum(len(it.new_token_ids) for client in result.values() for it in client.outputs))
+            try:
+                tokens = sum(len(it.new_token_ids) for client in result.values() for it in client.outputs) if self.gpumux_counts else 0
+            except (AttributeError, TypeError) as error:
+                self.gpumux_counts, tokens = False, 0
+                logger.warning("gpumux %s does not fit vLLM %s: tokens are not counted: %s", gpumux.__version__, vllm.__version__, error)
+            if tokens:
+                gpumux.progress(tokens)
             return result
 
     return Scheduler
@@ -369,7 +388,8 @@ class Worker(GpuWorker):  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         try:
-            self.gpumux = self._memory(kv_cache_config)
+            with fitting():
+                self.gpumux = self._memory(kv_cache_config)
         except Unfit as why:
             logger.warning("gpumux: the KV cache has a fixed size: %s", why)
         super().initialize_from_config(kv_cache_config)
@@ -403,7 +423,8 @@ class Worker(GpuWorker):  # type: ignore[misc]
         """vLLM 0.29 and newer take the first: one in which all layers of a block lie together. Letters are dimensions, B of blocks."""
         found = super().get_supported_kv_cache_layouts()
         try:
-            self._check()
+            with fitting():
+                self._check()
         except Unfit:
             return found
         return sorted(found, key=lambda it: not it.startswith("B")) if gpumux.present() else found

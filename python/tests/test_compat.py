@@ -323,6 +323,8 @@ class Pages(Case):
         self.create(True, 2 * pages * PAGE, 2, "cuda:0", 1)
         name = f"gpumux-test-{os.getpid()}"
         made = ops.PageAllocator(1, pages * PAGE, PAGE, ipc_name=name, **options)
+        # Not only when it is collected: the next test's pool has the same file.
+        self.addCleanup(made.release_shared_segment)
         self.addCleanup(made.stop_prealloc_thread)
         return made
 

@@ -97,6 +97,21 @@ class WithDaemon(unittest.TestCase):
         with self.assertRaisesRegex(gpumux.DaemonError, "copies do not end"):
             gpumux.sleep()
 
+    def test_answer_that_is_not_the_daemon_s_is_an_error_of_its_own(self) -> None:
+        for status, text, why in (
+            (200, b"{bad}", "not one of gpumux's daemon: b'{bad}'"), (200, b"[1]", "not one of"), (502, b"bad gateway", "not one of .*b'bad gateway'"),
+            (500, b"null", "not one of"), (500, b"", "the daemon answers 500 to GET /v1/me"), (429, b'{"error": "too many"}', "too many"),
+        ):  # fmt: skip
+
+            def answer(handler: Answers, status: int = status, text: bytes = text) -> None:
+                handler.send_response(status)
+                handler.send_header("content-length", str(len(text)))
+                handler.end_headers()
+                handler.wfile.write(text)
+
+            with mock.patch.object(Answers, "do_GET", answer), self.assertRaisesRegex(gpumux.DaemonError, why):
+                gpumux.limits()
+
     def test_daemon_that_ends_meanwhile_is_an_error_of_its_own(self) -> None:
         self.daemon.dies = True
         with self.assertRaisesRegex(gpumux.DaemonError, "no answer to POST .*/sleep: "):

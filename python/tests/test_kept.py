@@ -111,7 +111,19 @@ class Buffers(unittest.TestCase):
         self.with_library(library)
         with self.assertRaises(TypeError):
             kept.Buffer("a", 64e6)
+        # The library would take the lower 64 bits, or a name up to its first zero.
+        for name, size, device, why in (
+            ("a", (1 << 64) + 64, 0, "nbytes is a whole number from"), ("a", (1 << 44) + 1, 0, "nbytes is a whole number from 1 to 17592186044416, not"), ("a", 64, "cuda:0", "device is a whole number, not 'cuda:0'"),
+            ("a", 64, 1 << 32, "device is a whole number from"), ("a\0b", 64, 0, "128 bytes of UTF-8 and no zero, not 'a.x00b'"),
+            ("", 64, 0, "not ''"), ("ü" * 65, 64, 0, "not 'üü"), (None, 64, 0, "not None"), (b"a", 64, 0, "not b'a'"), ("\udc80", 64, 0, "not '"),
+        ):  # fmt: skip
+            with self.assertRaisesRegex((TypeError, ValueError), why):
+                kept.Buffer(name, size, device=device)
+        self.assertEqual(library.devices, [])
         buffer = kept.Buffer("a", 64)
+        for stream in (-1, 1 << 64, 1.5, object()):
+            with self.assertRaisesRegex((TypeError, ValueError), "stream is a whole number"):
+                buffer.commit(1, stream)
         for step, error in ((-1, ValueError), (1 << 64, ValueError), (1.5, TypeError)):
             with self.assertRaises(error):
                 buffer.commit(step)
@@ -141,6 +153,9 @@ class Buffers(unittest.TestCase):
         for shape, offset in (((257,), 0), ((1,), 1021), ((-1,), 0), ((1,), -4)):
             with self.assertRaises(ValueError):
                 buffer.tensor(shape, "float32", offset)
+        for shape, offset, why in (((1.0,), 0, "length"), ((1,), 0.0, "offset"), ((1,), None, "offset")):
+            with self.assertRaisesRegex(TypeError, f"{why} is a whole number"):
+                buffer.tensor(shape, "float32", offset)
 
     def test_tensors_are_handed_out_with_their_contents(self) -> None:
         self.with_library(Library(kept._DONE))
@@ -148,10 +163,16 @@ class Buffers(unittest.TestCase):
         original.device.type, original.device.index = "cuda", 0
         original.numel.return_value, original.element_size.return_value = 4, 2
         with mock.patch.dict(sys.modules, {"torch": torch}):
-            kept.tensors("a", [original])
+            # As `model.parameters()` is: once.
+            buffer = kept.tensors("a", iter([original, original]))
+        self.assertEqual((buffer.nbytes, original.numel.call_count > 2), (1024, True))
         calls = [name for name, _arguments, _options in torch.mock_calls]
-        (copy,) = (it for it, name in enumerate(calls) if name.endswith(".copy_"))
+        *_, copy = (it for it, name in enumerate(calls) if name.endswith(".copy_"))
         self.assertIn("cuda.current_stream().synchronize", calls[copy:])
+
+    def test_no_tensors_are_an_error(self) -> None:
+        with mock.patch.dict(sys.modules, {"torch": mock.MagicMock()}), self.assertRaisesRegex(ValueError, "not of .*"):
+            kept.tensors("a", iter([]))
 
     def test_layout_aligns_tensors(self) -> None:
         self.assertEqual(kept.layout([4, 512, 513, 0]), ([0, 512, 1024, 2048], 2048))

@@ -69,6 +69,9 @@ class Taken:
 
     losses = kv._Plain.losses
 
+    def close(self) -> None:
+        self.words = (ctypes.c_uint32 * 0)()
+
 
 def made(*arguments: int, **options: int) -> kv.Pool:
     with mock.patch.object(kv, "_Elastic", Taken):
@@ -80,6 +83,25 @@ def read(capsule: object) -> kv._DLManagedTensor:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     return kv._DLManagedTensor.from_address(pointer(capsule, b"dltensor"))
+
+
+class Short:
+    """A page number of 32 bits, as those of numpy's and PyTorch's arrays are."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+    def __ge__(self, other: int) -> bool:
+        return self.number >= other
+
+    def __lt__(self, other: int) -> bool:
+        return self.number < other
+
+    def __mul__(self, other: int) -> int:
+        return ctypes.c_int32(self.number * other).value
 
 
 class Pages(unittest.TestCase):
@@ -112,6 +134,19 @@ class Pages(unittest.TestCase):
         # Its granule has memory again, of other contents.
         self.assertEqual(pool.alloc(1), [two])
         self.assertEqual(pool.touch([keys[0], keys[3], keys[3]]), [None, four, None])
+
+    def test_numbers_of_other_kinds_are_the_same_pages(self) -> None:
+        pool = made(8 * 1024 * MIB, 4 * MIB)
+        short = [Short(it) for it in pool.alloc(1024)]
+        keys = pool.cached(short[-2:])
+        self.assertEqual([pool.touch([Short(it)]) for it in keys], [[1022], [1023]])
+        pool.free(it for it in short[1:])
+        self.assertEqual((pool._in_use[0], sum(pool._in_use), pool.limits().in_use), (1, 1, 4 * MIB))
+        self.assertTrue(all(pool._granules(page)[0] == granule for granule, own in enumerate(pool._free) for page in own))
+        for function, what in ((pool.free, "a page"), (pool.cached, "a page"), (pool.touch, "a key")):
+            for wrong in ("x", None, 0.0, []):
+                with self.assertRaisesRegex(TypeError, f"{what} is a whole number, not "):
+                    function([wrong])
 
     def test_own_cache_goes_before_a_request_is_refused(self) -> None:
         pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
@@ -252,14 +287,76 @@ assert managed.deleter
         out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
         self.assertEqual(out, "None 1\n")
 
+    def test_wrong_types_shapes_and_copies_are_refused(self) -> None:
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        for dtype in (None, 5, object()):
+            with self.assertRaisesRegex(TypeError, "a type is named as 'float16' is"):
+                pool.tensor(dtype=dtype)
+        for shape in ((2.0,), ("a",), (None,)):
+            with self.assertRaisesRegex(TypeError, "a length is a whole number, not "):
+                pool.tensor(shape)
+        tensor = pool.tensor()
+        for wish in ({"copy": True}, {"dl_device": (1, 0)}):
+            with self.assertRaisesRegex(BufferError, "own memory, on its device"):
+                tensor.__dlpack__(**wish)
+        self.assertTrue(tensor.__dlpack__(stream=None, max_version=(1, 0), dl_device=(2, 0), copy=False))
+
+    def test_forked_child_has_no_pages_of_the_parent(self) -> None:
+        program = f"""
+import os, signal, sys, threading, unittest.mock, warnings
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
+from gpumux import kv
+warnings.simplefilter("ignore")
+with unittest.mock.patch.object(kv, "_Device", side_effect=kv.PoolError("none")):
+    pool = kv.Pool(4 << 20, 1 << 20)
+held, ends = threading.Event(), threading.Event()
+def hold():
+    with pool._lock:
+        held.set()
+        ends.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    print(pool.alloc(1), pool.limits().in_use, pool.close(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+ends.set()
+print(pool.alloc(1))
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        self.assertEqual(done.stdout, "None 0 None\n[0]\n", done.stderr)
+
+    def test_wait_of_any_length_reaches_the_library_in_bounds(self) -> None:
+        waits: "list[int]" = []
+
+        @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint)
+        def commit(_address: int, _first: int, _count: int, wait_ms: int) -> int:
+            waits.append(wait_ms)
+            return 0
+
+        memory = object.__new__(kv._Elastic)
+        memory.address = 1 << 30
+        with mock.patch.object(kv, "_commit", commit):
+            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0.5):
+                memory.commit(0, 1, wait_s)
+        self.assertEqual(waits, [1_000_000_000, 0, 1_000_000_000, 0, 500])
+
     def test_wrong_sizes_are_refused(self) -> None:
         for arguments, options in (((0, 1), {}), ((MIB, 0), {}), ((MIB, MIB), {"granule_bytes": 3 * MIB})):
             with self.assertRaises(ValueError):
                 made(*arguments, **options)
         with mock.patch.object(kv, "_backing") as backing:
             for arguments in ((64e6, MIB), (64 * MIB, 1e6), ("64", MIB)):
-                with self.assertRaises(TypeError):
+                with self.assertRaisesRegex(TypeError, "bytes(_max)? is a whole number, not "):
                     kv.Pool(*arguments)
+            for wrong in (None, "cuda:0", 1.0, -1, 1 << 32):
+                with self.assertRaisesRegex((TypeError, ValueError), f"device is a whole number.* not .*{wrong}"):
+                    kv.Pool(MIB, MIB, device=wrong)
+            # The library would take the lower 64 bits.
+            with self.assertRaisesRegex(ValueError, "bytes_max is a whole number"):
+                kv.Pool((1 << 64) + MIB, MIB)
         backing.assert_not_called()
 
     def test_host_without_room_is_a_pool_s_error(self) -> None:
@@ -353,6 +450,7 @@ class Together(unittest.TestCase):
         self.assertEqual([len(it) for it in found], [4, 4])
         with self.assertRaises(ValueError):
             kv.alloc_together([*pools, pools[0]], -1)
+        self.assertIsNone(kv.alloc_together(iter(pools), 2, wait_s=0))
         self.assertEqual([pool.limits().in_use for pool in pools], [4 * MIB, 4 * MIB])
 
 

@@ -117,13 +117,15 @@ class Hooks(unittest.TestCase):
         HookRegistry.registered.clear()
         of = self.hooked(Some(HookRegistry=HookRegistry, HookType=HookType))
         self.addCleanup(setattr, module, "_unfit", False)
-        with warnings.catch_warnings(record=True) as told, mock.patch.object(gpumux, "progress") as progress:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                self.assertEqual(of().process_batch_result(Some(reqs=[1]), Some()), "1 done")
-        self.assertEqual(len(told), 1)
-        self.assertIn("SGLang 0.5.15 to 0.5.23: tokens are not counted", str(told[0].message))
-        progress.assert_not_called()
+        for given, result in ((Some(reqs=[1]), Some()), (batch(1), Some(num_correct_drafts=[2])), (batch(1), Some(num_correct_drafts=0.5))):
+            module._unfit = False
+            with warnings.catch_warnings(record=True) as told, mock.patch.object(gpumux, "_progress") as progress:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    self.assertEqual(of().process_batch_result(given, result), "1 done")
+            self.assertEqual(len(told), 1)
+            self.assertIn("SGLang 0.5.15 to 0.5.23: tokens are not counted", str(told[0].message))
+            progress.assert_not_called()
 
     def test_version_without_a_registry_is_an_error(self) -> None:
         with mock.patch.dict(sys.modules, {"sglang": None}), mock.patch.object(gpumux, "_hint", object()):

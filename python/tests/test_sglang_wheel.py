@@ -45,6 +45,12 @@ class Host(Range):
         self.address = self.bytes.data_ptr()
 
 
+def planned(**options: object) -> Some:
+    """Of SGLang's scheduler what is used."""
+    names = ("server_args", "token_to_kv_pool_allocator", "running_batch", "last_batch", "waiting_queue", "chunked_req", "tree_cache")
+    return Some(**dict.fromkeys(names) | options)
+
+
 @unittest.skipUnless(there(), "SGLang is not installed")
 class Wheel(unittest.TestCase):
     @classmethod
@@ -126,7 +132,7 @@ class Wheel(unittest.TestCase):
         cache = pool.gpumux
         cache.allocator = None
         with self.assertLogs("sglang.gpumux", "WARNING") as logs:
-            self.module.settle(None, Some(server_args=Some(), token_to_kv_pool_allocator=None))
+            self.module.settle(None, planned())
         self.assertIn("in another way", logs.output[0])
         self.assertEqual({cache.range.state(it) for it in range(len(cache.range.words))}, {kv.IN_USE})
 
@@ -135,10 +141,25 @@ class Wheel(unittest.TestCase):
             self.module._caches.clear()
             _, allocator = self.made(8192, 1)
             with self.assertLogs("sglang.gpumux", "WARNING") as logs:
-                self.module.settle(None, Some(server_args=Some(**options), token_to_kv_pool_allocator=allocator))
+                self.module.settle(None, planned(server_args=Some(**options), token_to_kv_pool_allocator=allocator))
             self.assertIn(why, logs.output[0])
             self.assertEqual((allocator.available_size(), len(allocator.free_pages)), (8191, 8191))
             self.assertEqual(allocator.alloc(8191).tolist(), list(range(1, 8192)))
+
+    def test_names_that_are_not_there_have_sglang_s_allocator(self) -> None:
+        """As a version newer than those that were known may be."""
+        _, allocator = self.made(8192, 1)
+        scheduler = planned(token_to_kv_pool_allocator=allocator)
+        del scheduler.chunked_req, scheduler.last_batch
+        with self.assertLogs("sglang.gpumux", "WARNING") as logs:
+            self.module.settle(None, scheduler)
+        self.assertIn("SGLang's scheduler has no last_batch, chunked_req", logs.output[0])
+        self.assertEqual(allocator.alloc(8191).tolist(), list(range(1, 8192)))
+        of = type("MHATokenToKVPool", (Some,), {})
+        for hook in (self.module.create, self.module.fill):
+            with self.assertLogs("sglang.gpumux", "WARNING") as logs:
+                self.assertEqual(hook(lambda _pool: "its own", of(device="cpu")), "its own")
+            self.assertIn("fixed size", logs.output[0])
 
     def test_pages_are_given_out_whole(self) -> None:
         pool, allocator = self.made(8192, 16)

@@ -1,5 +1,6 @@
 """Tests of `gpumux.transformers` with the real transformers and PyTorch, on the processor: ranges of the host's memory stand in for a GPU's."""
 
+import copy
 import gc
 import mmap
 import sys
@@ -142,6 +143,24 @@ class Tokened(Elastic):
         longer = torch.cat([turn, prompt(1, 20)["input_ids"]], dim=1)
         self.same(it, {"input_ids": longer}, cache)
 
+    def test_copies_of_a_prompt_s_cache_have_ranges_of_their_own(self) -> None:
+        """As transformers' documents do it: a prompt is computed once, and each answer goes on with a copy."""
+        it, inputs = model(), prompt(1, 100)
+        own, cache = transformers.DynamicCache(config=it.config), ElasticCache(it)
+        for start in (own, cache):
+            with torch.no_grad():
+                it(**prompt(1, 90), past_key_values=start)
+        for _ in range(2):
+            expected = it.generate(**inputs, past_key_values=copy.deepcopy(own), max_new_tokens=30, do_sample=False)
+            copied = copy.deepcopy(cache)
+            self.assertTrue(torch.equal(it.generate(**inputs, past_key_values=copied, max_new_tokens=30, do_sample=False), expected))
+            self.assertTrue(copied.elastic)
+            self.assertEqual((cache.get_seq_length(), copied.get_seq_length()), (90, 129))
+            self.assertFalse({id(layer._rows.arena) for layer in copied.layers} & {id(layer._rows.arena) for layer in cache.layers})
+        for unused in (ElasticCache(it), copied):
+            unused.reset()
+            self.assertEqual(copy.deepcopy(unused).get_seq_length(), unused.get_seq_length())
+
     def test_sequences_may_be_chosen_and_repeated(self) -> None:
         it = model()
         own, plain = ElasticCache(it), transformers.DynamicCache(config=it.config)
@@ -238,6 +257,14 @@ class Own(unittest.TestCase):
         self.assertTrue(told and why in told[0], told)
         self.assertFalse(cache.elastic)
         self.assertTrue(torch.equal(out, it.generate(**prompt(1, 20), max_new_tokens=10, do_sample=False)))
+
+    def test_wrong_length_or_wait_is_an_error_at_once(self) -> None:
+        for options, why in (
+            ({"max_length": 0}, "max_length is a whole number from 1 .*, not 0"), ({"max_length": -5}, "not -5"), ({"max_length": "80"}, "not '80'"),
+            ({"wait_s": "long"}, "could not convert"), ({"wait_s": None}, "NoneType"),
+        ):  # fmt: skip
+            with self.assertRaisesRegex((TypeError, ValueError), why):
+                ElasticCache(model(), **options)
 
     def test_model_on_the_processor_has_its_own_memory(self) -> None:
         self.told(ElasticCache, "the model is on cpu")

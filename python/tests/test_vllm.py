@@ -233,6 +233,37 @@ class Workers(unittest.TestCase):
             used = config.scheduler_config.scheduler_cls
             self.assertTrue(used == chosen or chosen is None and used.__mro__[1] is Scheduler)
 
+    def test_configuration_without_a_name_has_vllm_s_own_memory(self) -> None:
+        """As a version newer than those that were known may be."""
+        of_config, of_cache, of_tensor = configuration(), cache(), cache()
+        del of_config.kv_transfer_config, of_cache.kv_cache_groups
+        of_tensor.kv_cache_tensors = [Some(size=it.size) for it in of_tensor.kv_cache_tensors]
+        for config, given, name in (
+            (of_config, cache(), "kv_transfer_config"), (configuration(), of_cache, "kv_cache_groups"), (configuration(), of_tensor, "block_stride"),
+        ):  # fmt: skip
+            tensors = given.kv_cache_tensors
+            before = [vars(it).copy() for it in tensors]
+            with self.assertLogs("vllm.gpumux", "WARNING") as logs:
+                worker = started(config, given)
+            self.assertRegex(logs.output[0], f"fixed size: gpumux .* does not fit vLLM 0.24.0: .*'{name}'")
+            self.assertEqual(([vars(it) for it in tensors], worker.gpumux), (before, None))
+        with mock.patch.object(module.gpumux, "present", lambda: True):
+            self.assertEqual(module.Worker(of_config).get_supported_kv_cache_layouts()[0], "LBNHC")
+        with mock.patch.object(module, "get_kv_cache_layout", None), self.assertLogs("vllm.gpumux", "WARNING") as logs:
+            started(configuration(), cache())
+        self.assertIn("fixed size", logs.output[0])
+
+    def test_module_that_vllm_needs_is_not_called_another_version(self) -> None:
+        spec = importlib.util.spec_from_file_location("gpumux_vllm_without_a_module", module.__file__)
+
+        class Broken(types.ModuleType):
+            def __getattr__(self, name: str) -> None:
+                raise ModuleNotFoundError("No module named 'openai_harmony'", name="openai_harmony")
+
+        modules = {"torch": mock.MagicMock(), "vllm": Some(__version__="0.33.0"), "vllm.v1.core.block_pool": Broken("block_pool")}
+        with mock.patch.dict(sys.modules, modules), self.assertRaisesRegex(ModuleNotFoundError, "^No module named 'openai_harmony'$"):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
     def test_version_without_vllm_s_modules_is_named(self) -> None:
         spec = importlib.util.spec_from_file_location("gpumux_vllm_of_another_version", module.__file__)
         missing = {name: None for name in ("vllm.v1.core.block_pool", "vllm.v1.worker.gpu_worker")}
@@ -325,6 +356,17 @@ class Steps(unittest.TestCase):
         scheduler.waiting, self.device.given = [], 1
         scheduler.update_from_output(found)
         self.assertEqual([self.range.state(it) for it in range(4)], [kv.IN_USE, kv.FREE, kv.OUT, kv.OUT])
+
+    def test_results_without_the_names_are_not_counted(self) -> None:
+        """As those of a version newer than those that were known may be."""
+        for result in ({0: Some(outputs=[Some(tokens=[5])])}, [Some()], None):
+            base = type("Other", (), {"update_from_output": lambda _self, given: given})
+            scheduler = module.counting(base)()
+            with mock.patch.object(module.gpumux, "progress") as progress, self.assertLogs("vllm.gpumux", "WARNING") as logs:
+                self.assertIs(scheduler.update_from_output(result), result)
+                self.assertIs(scheduler.update_from_output(result), result)
+            self.assertEqual((len(logs.output), progress.called), (1, False))
+            self.assertRegex(logs.output[0], "vLLM 0.24.0.*: tokens are not counted")
 
     def test_new_tokens_are_reported_as_progress(self) -> None:
         with mock.patch.object(module.gpumux, "progress") as progress:

@@ -3,7 +3,7 @@
 
 use std::{
     io,
-    sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
@@ -22,8 +22,8 @@ const TAKING: u32 = 4;
 const STATE: u32 = 7;
 const GENERATION: u32 = 8;
 
-/// Most ranges of a process.
-const MAX_RANGES: usize = 64;
+/// Most ranges of a process: PyTorch takes one for each large tensor of a memory pool.
+const MAX_RANGES: usize = 4096;
 
 /// `struct gpumux_range` in `include/gpumux.h`; the words follow it.
 #[repr(C)]
@@ -45,6 +45,12 @@ pub(crate) struct Table(&'static Header);
 
 static TABLES: [AtomicPtr<Header>; MAX_RANGES] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; MAX_RANGES];
+/// No more of them were used so far.
+static USED: AtomicUsize = AtomicUsize::new(0);
+
+fn used() -> &'static [AtomicPtr<Header>] {
+    &TABLES[..USED.load(Ordering::Acquire)]
+}
 
 impl std::fmt::Debug for Header {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -58,8 +64,6 @@ impl Table {
     /// # Errors
     /// When the process has no memory for it, or too many ranges.
     pub(crate) fn new(address: u64, bytes: u64, granule: u64) -> io::Result<Self> {
-        let free = |it: &&AtomicPtr<Header>| it.load(Ordering::Acquire).is_null();
-        let place = TABLES.iter().find(free).ok_or(io::ErrorKind::OutOfMemory)?;
         let granules = bytes / granule;
         let size = size_of::<Header>() + granules as usize * size_of::<AtomicU32>();
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
@@ -75,13 +79,24 @@ impl Table {
         header.target.store(bytes, Ordering::Relaxed);
         header.granules.store(granules, Ordering::Relaxed);
         header.address.store(address, Ordering::Release);
-        place.store(at.cast(), Ordering::Release);
+        let (null, own) = (std::ptr::null_mut(), at.cast());
+        // Another thread may make one, too.
+        let take = |it: &AtomicPtr<Header>| {
+            it.compare_exchange(null, own, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        };
+        let Some(place) = TABLES.iter().position(take) else {
+            // SAFETY: the mapping made above, of which no thread knows.
+            let _ = unsafe { rustix::mm::munmap(at, size) };
+            return Err(io::ErrorKind::OutOfMemory.into());
+        };
+        USED.fetch_max(place + 1, Ordering::AcqRel);
         Ok(table)
     }
 
     /// All ranges that there are.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
-        TABLES.iter().filter_map(|it| {
+        used().iter().filter_map(|it| {
             // SAFETY: null, or a table, which is never given back.
             let header = unsafe { it.load(Ordering::Acquire).as_ref() }?;
             (header.address.load(Ordering::Acquire) != 0).then_some(Self(header))
@@ -105,7 +120,7 @@ impl Table {
             self.lose(index);
         }
         let own = std::ptr::from_ref(self.0).cast_mut();
-        for place in &TABLES {
+        for place in used() {
             let null = std::ptr::null_mut();
             let _ = place.compare_exchange(own, null, Ordering::AcqRel, Ordering::Relaxed);
         }
@@ -246,6 +261,26 @@ mod tests {
         assert!(Table::of(0x1000_0000).is_some());
         table.end();
         assert!(Table::of(0x1000_0000).is_none());
+    }
+
+    #[test]
+    fn ranges_of_many_tensors_made_by_threads_are_all_found() {
+        let make = |thread: u64| {
+            let addresses = (1..=250).map(|it| (thread << 40) + it * 2 * MIB);
+            let make = |at| Table::new(at, 2 * MIB, 2 * MIB).unwrap();
+            addresses.map(make).collect::<Vec<_>>()
+        };
+        let tables: Vec<Table> = thread::scope(|scope| {
+            let threads = [1, 2, 3, 4].map(|it| scope.spawn(move || make(it)));
+            threads
+                .into_iter()
+                .flat_map(|it| it.join().unwrap())
+                .collect()
+        });
+        let found = tables.iter().filter(|it| Table::of(it.address()).is_some());
+        assert_eq!(found.count(), 1000);
+        tables.into_iter().for_each(Table::end);
+        assert!(Table::of((1 << 40) + 2 * MIB).is_none());
     }
 
     /// One side gives and takes back, the other takes: none has it at the same time.
