@@ -515,7 +515,12 @@ impl Controller {
             domain.under_way = false;
         }
         match (command.aim, trusted) {
-            (Aim::GiveUp, _) => {}
+            (Aim::GiveUp, Outcome::Done(_)) => {
+                if let Control::SetTimeslice(id, timeslice) = control {
+                    self.devices[at].left_with(now, id, timeslice);
+                }
+            }
+            (Aim::GiveUp, Outcome::Failed) => {}
             (_, Outcome::Failed) => self.fail(now, at, id),
             (aim, Outcome::Done(_)) => {
                 let device = &mut self.devices[at];

@@ -8,8 +8,8 @@ use std::{
 use super::domain::{AWAY, Domain, Fault, TICK};
 use crate::{
     Accounts, Calm, Control, Costs, Demand, DomainId, DomainState, Memory, Micros, Plan, Policy,
-    Progress, RunState, Snapshot, TenantId, TenantSpec, TenantState, UserId, gang, plan::controls,
-    space,
+    Progress, RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, gang,
+    plan::controls, space,
 };
 
 /// Looking costs at most this part of one CPU (as its reciprocal), and a part of that once nothing has changed in so many looks: what
@@ -264,13 +264,18 @@ impl Device {
         let domain = self.domains.get_mut(&id)?;
         domain.give_up(now);
         domain.course.may_run(now);
-        // A slice is all members'.
-        let (group, timeslice) = (domain.group, domain.state.timeslice);
+        Some(domain)
+    }
+
+    /// A domain that is left alone has this timeslice, which is that of all members of its group.
+    pub(super) fn left_with(&mut self, now: Micros, id: DomainId, timeslice: Timeslice) {
+        self.account(now);
+        self.dirty = true;
+        let group = self.domains.get(&id).and_then(|it| it.group);
         let others = self.domains.values_mut();
         for other in others.filter(|it| group.is_some() && it.group == group) {
             other.state.timeslice = timeslice;
         }
-        self.domains.get_mut(&id)
     }
 
     /// A control acts from now on.

@@ -156,3 +156,20 @@ fn processes_that_are_not_controlled_leave_others_time() {
     assert_eq!(look(&mut world, 0.4), 2_000, "it takes its part");
     assert_eq!(look(&mut world, 0.0), 1);
 }
+
+/// Not even the driver's timeslice could be set: that of the other member is as it was, and is put right by its own control.
+#[test]
+fn timeslice_of_a_member_that_fails_is_not_thought_to_be_the_others() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    for id in [2, 3] {
+        let (user, group) = (UserId::default(), DomainId(1000));
+        world.member(id, user, spec(Class::Standard, 0.0), &[0], Some(group));
+    }
+    world.run_for(Micros::from_millis(65));
+    assert_eq!(world.timeslice(3), 1);
+    world.set_manner(2, Manner::Fails);
+    world.kill(1);
+    world.run_for(Micros::from_millis(100));
+    assert_eq!(world.timeslice(3), Timeslice::DEFAULT.0);
+}

@@ -353,7 +353,11 @@ impl World {
     /// Another program sets the timeslice of a tenant's groups.
     pub(crate) fn tamper(&mut self, id: u64, timeslice: Timeslice) {
         let now = self.now;
-        for group in self.groups.values_mut().filter(|it| it.tenant == id) {
+        let own = self.groups.values().filter(|it| it.tenant == id);
+        let shared: Vec<_> = own.filter_map(|it| it.shared).collect();
+        let meant =
+            |it: &Group| it.tenant == id || it.shared.is_some_and(|it| shared.contains(&it));
+        for group in self.groups.values_mut().filter(|it| meant(it)) {
             (group.timeslice, group.tampered) = (timeslice, now);
         }
     }
