@@ -445,6 +445,7 @@ impl World {
             return self.controller.handle(self.now, gone);
         };
         let shared = group.shared;
+        let was_short = !group.frozen && group.timeslice < SHORT;
         let outcome = match group.manner {
             Manner::Works => {
                 match command.control {
@@ -471,9 +472,7 @@ impl World {
         let event = Event::Ended(command.id, outcome);
         self.controller.handle(self.now, event);
         // Two that were enabled without work may begin at once; but no control lets them meet.
-        let done = matches!(outcome, Outcome::Done(_));
-        let lets = done && short && !matches!(command.control, Control::Freeze(_));
-        let meet = lets && others && self.livelocked(device) > 1;
+        let meet = short && !was_short && others && self.livelocked(device) > 1;
         assert!(!meet, "{command:?}: {:?}", self.groups);
     }
 }
