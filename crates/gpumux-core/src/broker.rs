@@ -1056,7 +1056,7 @@ impl Broker {
     }
 
     fn keeps(&mut self, now: Micros, id: ProcessId, bytes: u64, out: &mut Vec<Command>) {
-        let order = self.closes(id);
+        let allowed = self.may_keep(id);
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
@@ -1074,8 +1074,8 @@ impl Broker {
             moved
         });
         let counts = self.host.hear(id.0, bytes, before.saturating_add(moved));
-        // By the order that is under way it may make more.
-        if let Some((_, host)) = order {
+        // By the order that is under way, which it may not have received yet, it may make more.
+        if let Some(host) = allowed {
             self.host.set(id.0, self.host.kept_by(id.0).max(host));
         }
         // Made for an earlier daemon, or too late for a move that was given up: it is made anew when it is needed. Letting go

@@ -180,6 +180,15 @@ impl Broker {
         }
     }
 
+    /// Bytes of host memory that a process may keep by the order that is under way.
+    pub(super) fn may_keep(&self, process: ProcessId) -> Option<u64> {
+        let tenant = self.accounting.tenant_of(process)?;
+        match &self.tenants.get(&tenant)?.place {
+            Place::Leaving(it) if !it.drops() => Some(it.orders.get(&process)?.1),
+            _ => None,
+        }
+    }
+
     /// A process has more than when its gate was ordered to close, or gets so much more of a device: that may move too. Whether
     /// the host has room for it.
     pub(super) fn extend_move(
