@@ -348,6 +348,10 @@ impl Broker {
         for reclaim in self.reclaims.values_mut().filter(|it| it.op == op) {
             reclaim.waiting.remove(&process);
         }
+        // A program may take its time, over sessions: another daemon may have named its order like one of these.
+        if let Reply::Freed(_) = reply {
+            return;
+        }
         let Some(id) = self.accounting.tenant_of(process) else {
             return;
         };
