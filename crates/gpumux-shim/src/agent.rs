@@ -425,14 +425,17 @@ impl Session {
 
     /// A group's controls are not used: its launches wait for permits.
     fn wait_to_launch(&mut self, key: u32, file: Option<OwnedFd>) {
+        // It may have gone before the daemon received that.
+        let Some((id, _)) = self.told.iter().find(|(_, told)| told.key == key) else {
+            return;
+        };
         if permits::has_page() || file.is_some() {
             let page = file.and_then(|file| Permitted::open(file).ok());
             permits::begin(page, key);
             self.permits.push(key);
         }
-        let own = self.told.iter().find(|(_, told)| told.key == key);
         // Without a daemon there is nothing to set free but the launches.
-        own.into_iter().for_each(|(id, _)| self.rescue.forget(*id));
+        self.rescue.forget(*id);
     }
 
     /// Reports which device the groups are on whose launches wait. Says how soon to look again.
@@ -518,11 +521,11 @@ impl Session {
         let groups = picture.groups();
         let gone = |id: &GroupId| !groups.iter().any(|(other, _)| other == id);
         while let Some(id) = self.told.keys().copied().find(gone) {
-            send(&Shim::Gone {
-                key: self.told[&id].key,
-            })?;
+            let key = self.told[&id].key;
+            send(&Shim::Gone { key })?;
             self.rescue.forget(id);
             self.told.remove(&id);
+            self.permits.retain(|it| *it != key);
         }
         self.unsettled.retain(|id, _| !gone(id));
         for (id, key) in groups {
