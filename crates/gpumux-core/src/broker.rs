@@ -493,8 +493,9 @@ struct Pending {
     tickets: Vec<u32>,
     /// Since when it has all its parts; since the first, while it has not.
     since: Micros,
-    /// Leases that are not used were asked back for it.
+    /// Leases that are not used were asked back for it, and once more before it is refused.
     trimmed: bool,
+    trimmed_again: bool,
 }
 
 /// Caches that are being given back on a device.
@@ -992,6 +993,7 @@ impl Broker {
             tickets: vec![ticket],
             since,
             trimmed: false,
+            trimmed_again: false,
         };
         if pending.lacks_parts() {
             // The others have this long, also after a connection was lost.
@@ -1010,7 +1012,13 @@ impl Broker {
     /// Orders all processes to give back leases that are not used.
     fn trim(&mut self, now: Micros, out: &mut Vec<Command>) {
         self.trimmed = Some(now);
-        for (id, process) in &mut self.processes {
+        self.trim_of(now, None, out);
+    }
+
+    /// The same, of one tenant or of all.
+    fn trim_of(&mut self, now: Micros, of: Option<TenantId>, out: &mut Vec<Command>) {
+        let processes = self.processes.iter_mut();
+        for (id, process) in processes.filter(|(_, it)| of.is_none_or(|of| it.tenant == of)) {
             for uuid in self.accounting.devices_of(*id) {
                 process.trims.entry(uuid.clone()).or_insert(now);
             }
@@ -1056,7 +1064,7 @@ impl Broker {
     }
 
     fn keeps(&mut self, now: Micros, id: ProcessId, bytes: u64, out: &mut Vec<Command>) {
-        let order = self.closes(id);
+        let allowed = self.may_keep(id);
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
@@ -1074,8 +1082,8 @@ impl Broker {
             moved
         });
         let counts = self.host.hear(id.0, bytes, before.saturating_add(moved));
-        // By the order that is under way it may make more.
-        if let Some((_, host)) = order {
+        // By the order that is under way, which it may not have received yet, it may make more.
+        if let Some(host) = allowed {
             self.host.set(id.0, self.host.kept_by(id.0).max(host));
         }
         // Made for an earlier daemon, or too late for a move that was given up: it is made anew when it is needed. Letting go

@@ -228,22 +228,10 @@ impl Session {
         if !memory {
             return lease::set_up(false, Vec::new());
         }
-        let mut own = vec![self.keeps()];
-        own.extend(reclaim::is_asked_for().then_some(Shim::Reclaims));
-        own.extend(unlisted::message());
-        elastic::forget_told();
         if work::take_remade() {
             space::look_anew();
         }
-        // What changes after it was named is sent: no thread gets between.
-        space::with(|space| {
-            let mut all = keep::introduce(space);
-            all.append(&mut space.holds());
-            all.append(&mut space.shown());
-            all.append(&mut own);
-            all.extend(ipc::introduce(space));
-            lease::set_up(true, all);
-        });
+        introduce(self.keeps());
     }
 
     fn keeps(&self) -> Shim {
@@ -425,14 +413,17 @@ impl Session {
 
     /// A group's controls are not used: its launches wait for permits.
     fn wait_to_launch(&mut self, key: u32, file: Option<OwnedFd>) {
+        // It may have gone before the daemon received that.
+        let Some((id, _)) = self.told.iter().find(|(_, told)| told.key == key) else {
+            return;
+        };
         if permits::has_page() || file.is_some() {
             let page = file.and_then(|file| Permitted::open(file).ok());
             permits::begin(page, key);
             self.permits.push(key);
         }
-        let own = self.told.iter().find(|(_, told)| told.key == key);
         // Without a daemon there is nothing to set free but the launches.
-        own.into_iter().for_each(|(id, _)| self.rescue.forget(*id));
+        self.rescue.forget(*id);
     }
 
     /// Reports which device the groups are on whose launches wait. Says how soon to look again.
@@ -518,11 +509,11 @@ impl Session {
         let groups = picture.groups();
         let gone = |id: &GroupId| !groups.iter().any(|(other, _)| other == id);
         while let Some(id) = self.told.keys().copied().find(gone) {
-            send(&Shim::Gone {
-                key: self.told[&id].key,
-            })?;
+            let key = self.told[&id].key;
+            send(&Shim::Gone { key })?;
             self.rescue.forget(id);
             self.told.remove(&id);
+            self.permits.retain(|it| *it != key);
         }
         self.unsettled.retain(|id, _| !gone(id));
         for (id, key) in groups {
@@ -622,6 +613,25 @@ impl Session {
     }
 }
 
+/// The session begins, of a daemon that accounts memory, with what that receives about this process's memory and the host's.
+fn introduce(keeps: Shim) {
+    // What changes after it was named is sent: no thread gets between.
+    space::with(|space| {
+        let mut all = keep::introduce(space);
+        all.append(&mut space.holds());
+        all.append(&mut space.shown());
+        all.push(keeps);
+        all.extend(ipc::introduce(space));
+        lease::set_up(true, all);
+    });
+    // Threads change these without that lock. Only now: what one of them tells is sent, or it is seen here, or both.
+    if reclaim::is_asked_for() {
+        lease::tell(Shim::Reclaims);
+    }
+    unlisted::message().into_iter().for_each(lease::tell);
+    elastic::forget_told();
+}
+
 /// Hands on the files that the process's memory lives with, if it shares this compute group: the daemon holds them for a while
 /// when the process ends at work, as a kernel that outlives its memory is a fault of all in the group.
 fn hand_over_memory(session: &OwnFd, picture: &Picture, seen: &Seen) -> Result<(), End> {
@@ -650,4 +660,37 @@ fn hand_over_memory(session: &OwnFd, picture: &Picture, seen: &Seen) -> Result<(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{ffi::c_void, ptr, sync::mpsc};
+
+    use super::*;
+
+    unsafe extern "C" fn frees_nothing(_: i32, _: u64, _: *mut c_void) -> u64 {
+        0
+    }
+
+    /// A thread registers a function while the agent names all that there is.
+    #[test]
+    fn what_a_thread_says_while_a_session_begins_is_sent() {
+        let (send, receive) = mpsc::channel();
+        // The agent waits for the tables.
+        let agent = space::with(|_| {
+            let agent = thread::spawn(move || {
+                send.send(()).unwrap();
+                introduce(Shim::Keeps { bytes: 0 });
+            });
+            receive.recv().unwrap();
+            sleep(Duration::from_millis(100));
+            reclaim::register(Some(frees_nothing), ptr::null_mut());
+            agent
+        });
+        agent.join().unwrap();
+        let mut sent = std::iter::from_fn(lease::next);
+        assert!(sent.any(|it| it == Shim::Reclaims));
+        lease::set_up(false, Vec::new());
+        reclaim::register(None, ptr::null_mut());
+    }
 }

@@ -12,6 +12,7 @@ use gpumux_wire::{
     Daemon, REVISION, Shim,
     lease::{LOOK, LOOKS, Lease},
     page::Work,
+    permits::Permits,
 };
 use support::{Connection, Place, Tenant, context, end_quietly, example, group, shim};
 
@@ -103,6 +104,35 @@ fn groups_are_announced_with_their_file_and_followed() {
     place.await_log(0, &["closed"]);
     end_quietly(tenant);
     assert!(session.recv().is_none());
+}
+
+/// The daemon offers permits while a group goes: the agent looks no more for its device, and wakes up no more.
+#[test]
+fn offer_that_crosses_the_end_of_a_group_is_of_no_effect() {
+    for gone_before in [false, true] {
+        let place = Place::new();
+        let listener = place.listen();
+        let mut tenant = place.tenant_with_context();
+        let (session, ..) = listener.session();
+        let [(key, ..), _copy] = context(&session);
+        let (_, file) = Permits::create().unwrap();
+        let offer = || session.send_file(&Daemon::Permits { key }, &file);
+        if !gone_before {
+            offer();
+        }
+        tenant.tell("free 100");
+        assert_eq!(session.packet(), Shim::Gone { key });
+        if gone_before {
+            offer();
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        let before = tenant.agents_sleeps();
+        std::thread::sleep(Duration::from_millis(500));
+        let sleeps = tenant.agents_sleeps() - before;
+        assert!(sleeps < 20, "{sleeps}");
+        drop(session);
+        tenant.end();
+    }
 }
 
 #[test]

@@ -59,6 +59,8 @@ struct Device {
     arriving: BTreeMap<TenantId, u64>,
     /// What processes of tenants had that is kept over their end, and that no process has now.
     kept: BTreeMap<TenantId, u64>,
+    /// What processes have inherited of others whose end is not known yet.
+    taken_over: BTreeMap<TenantId, u64>,
 }
 
 /// What a process has that lives and has no connection.
@@ -196,6 +198,7 @@ impl Device {
             absent: Vec::new(),
             arriving: BTreeMap::new(),
             kept: BTreeMap::new(),
+            taken_over: BTreeMap::new(),
         };
         device.occupy();
         device
@@ -272,13 +275,27 @@ impl Device {
     /// A process that had this has ended: the driver frees its memory within [`LEAVE`], but for what is kept.
     fn ended(&mut self, now: Micros, it: &Absent, at_once: bool) {
         let kept = it.kept.min(it.bytes);
-        if kept > 0 {
-            let left = self.kept.entry(it.tenant).or_default();
-            *left = left.saturating_add(kept);
+        let left = kept - self.pass_on(it.tenant, kept);
+        if left > 0 {
+            let all = self.kept.entry(it.tenant).or_default();
+            *all = all.saturating_add(left);
         }
         if it.bytes > kept && !at_once {
             self.leaving.push((now + LEAVE, it.bytes - kept));
         }
+    }
+
+    /// Of so much that a process leaves, what another one has inherited already.
+    fn pass_on(&mut self, tenant: TenantId, bytes: u64) -> u64 {
+        let Some(taken) = self.taken_over.get_mut(&tenant) else {
+            return 0;
+        };
+        let part = bytes.min(*taken);
+        *taken -= part;
+        if *taken == 0 {
+            self.taken_over.remove(&tenant);
+        }
+        part
     }
 
     /// So much of the memory of processes that have ended is not with them any more.
@@ -454,6 +471,7 @@ impl Accounting {
         for device in self.devices.values_mut() {
             device.ledger.forget(tenant);
             device.kept.remove(&tenant);
+            device.taken_over.remove(&tenant);
             let absent = device.absent.extract_if(.., |it| it.tenant == tenant);
             let left = absent.map(|it| (now + LEAVE, it.bytes));
             device.leaving.extend(left);
@@ -846,7 +864,10 @@ impl Accounting {
         member.kept.insert(uuid.to_owned(), kept);
         // Its first report of what it has includes that.
         if member.holdings.contains_key(uuid) {
+            let before = member.inherited.get(uuid).copied().unwrap_or(0);
             let inherited = self.inherit(process, uuid);
+            let rest = kept.inherited.saturating_sub(before);
+            self.take_over(process, uuid, rest.saturating_sub(inherited));
             let member = self.members.get_mut(&process);
             if let Some(holding) = member.and_then(|it| it.holdings.get_mut(uuid)) {
                 holding.pinned = holding.pinned.saturating_add(inherited);
@@ -867,6 +888,25 @@ impl Accounting {
         let taken = all.saturating_sub(before).min(*left);
         *left -= taken;
         taken
+    }
+
+    /// A process has inherited so much that no process has left. Others have it whose end is not known yet: they leave so much less.
+    fn take_over(&mut self, process: ProcessId, uuid: &str, bytes: u64) {
+        let (Some(tenant), Some(device)) = (self.tenant_of(process), self.devices.get_mut(uuid))
+        else {
+            return;
+        };
+        let others =
+            (self.members.iter()).filter(|(id, it)| **id != process && it.tenant == tenant);
+        let others = others.map(|(_, it)| it.kept(uuid));
+        let absent = device.absent.iter().filter(|it| it.tenant == tenant);
+        let absent = absent.map(|it| it.kept.min(it.bytes));
+        let all = others.chain(absent).fold(0, u64::saturating_add);
+        let before = device.taken_over.get(&tenant).copied().unwrap_or(0);
+        let taken = before.saturating_add(bytes).min(all.max(before));
+        if taken > 0 {
+            device.taken_over.insert(tenant, taken);
+        }
     }
 
     /// The processes of a tenant that can free memory of a device without a copy, and how much: never more than they have.

@@ -357,11 +357,23 @@ impl Broker {
                     true => TRIM_HEDGE,
                     false => TRIM,
                 };
-                let mut devices = claim.needs.keys();
-                if devices.any(|uuid| self.is_trimming(now, uuid, of, time))
-                    || (full && now < pending.since + patience)
-                {
+                let awaits = |it: &Self| {
+                    let mut devices = claim.needs.keys();
+                    devices.any(|uuid| it.is_trimming(now, uuid, of, time))
+                };
+                if awaits(self) || (full && now < pending.since + patience) {
                     return false;
+                }
+                // A report may have been sent before the order came. The one after it was not.
+                let again = pending.trimmed && !pending.trimmed_again;
+                if again && !self.has(Mutation::RefuseEarly) {
+                    self.trim_of(now, of, out);
+                    if let Some(pending) = self.asks.get_mut(&key) {
+                        pending.trimmed_again = true;
+                    }
+                    if awaits(self) {
+                        return false;
+                    }
                 }
                 Vec::new()
             }

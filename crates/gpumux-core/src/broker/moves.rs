@@ -180,6 +180,15 @@ impl Broker {
         }
     }
 
+    /// Bytes of host memory that a process may keep by the order that is under way.
+    pub(super) fn may_keep(&self, process: ProcessId) -> Option<u64> {
+        let tenant = self.accounting.tenant_of(process)?;
+        match &self.tenants.get(&tenant)?.place {
+            Place::Leaving(it) if !it.drops() => Some(it.orders.get(&process)?.1),
+            _ => None,
+        }
+    }
+
     /// A process has more than when its gate was ordered to close, or gets so much more of a device: that may move too. Whether
     /// the host has room for it.
     pub(super) fn extend_move(
@@ -338,6 +347,10 @@ impl Broker {
     ) {
         for reclaim in self.reclaims.values_mut().filter(|it| it.op == op) {
             reclaim.waiting.remove(&process);
+        }
+        // A program may take its time, over sessions: another daemon may have named its order like one of these.
+        if let Reply::Freed(_) = reply {
+            return;
         }
         let Some(id) = self.accounting.tenant_of(process) else {
             return;

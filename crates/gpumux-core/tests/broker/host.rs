@@ -259,3 +259,28 @@ fn host_memory_that_an_order_allows_stays_reserved() {
     assert_eq!(world.answers.get(&1), Some(&Ok(())));
     assert_eq!(world.broker.on_host().0, 2 * GIB);
 }
+
+/// What it says was sent before it received the order to move more.
+#[test]
+fn report_that_crosses_an_order_leaves_its_host_memory_reserved() {
+    let mut world = World::with_host(10 * GIB, 8 * GIB);
+    let process = world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    world.run_for(S);
+    for id in [2, 3] {
+        world.tenant(id, Class::Standard, 0);
+    }
+    assert_eq!(world.allocate(2, 3 * GIB), 3 * GIB);
+    let kept = world.broker.on_host().0;
+    world.ask(ProcessId(3), 1, 2 * GIB);
+    // More is under way.
+    while world.broker.on_host().0 == kept {
+        world.run_for(Micros(100));
+    }
+    let allowed = world.broker.on_host().0;
+    world.event(Event::Keeps(process, kept));
+    assert_eq!(world.broker.on_host().0, allowed);
+    world.run_for(S);
+    assert!(world.grants.contains_key(&(ProcessId(3), 1)));
+    assert!(world.swapped(1) > kept);
+}

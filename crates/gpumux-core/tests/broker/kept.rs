@@ -149,3 +149,32 @@ fn process_keeps_no_more_than_it_has() {
     world.kill(1);
     assert_eq!(counted(&world).0, 4);
 }
+
+/// The end of a process is noticed after the next one reports what it has inherited of it.
+#[test]
+fn memory_is_inherited_before_the_end_is_noticed() {
+    for lives in [false, true] {
+        let mut world = World::new(21 * GIB);
+        let first = world.tenant(1, Class::Standard, 0);
+        reports(&mut world, first, holding(2, 4));
+        kept(&mut world, first, 3, 0);
+        if lives {
+            // Its connection closes a moment before it ends.
+            world.lose(1);
+        }
+        let next = world.process(3, 1);
+        reports(&mut world, next, holding(1, 0));
+        kept(&mut world, next, 3, 3);
+        reports(&mut world, next, holding(1, 3));
+        match lives {
+            true => world.event(Event::Left(first)),
+            false => world.kill(1),
+        }
+        world.unfreed = 0;
+        world.measure();
+        assert_eq!(counted(&world).0, 4);
+        // What it leaves is counted once, too.
+        world.kill(3);
+        assert_eq!(counted(&world).0, 3);
+    }
+}

@@ -1,5 +1,6 @@
 //! The memory broker in virtual time: what went wrong before, what may go wrong, and what must hold in any case.
 
+mod crossing;
 mod detained;
 mod elastic;
 mod ends;

@@ -5,7 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use gpumux_core::broker::Mutation;
 
 use super::{
-    elastic, ends, faults, host, model, parts, programs, restarts, sessions, turns, world::MUTATION,
+    crossing, elastic, ends, faults, host, model, parts, programs, restarts, sessions, turns,
+    world::MUTATION,
 };
 
 /// Whether a test fails while brokers have this fault.
@@ -18,7 +19,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 30] = [
+    let all: [(Mutation, fn()); 31] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -115,6 +116,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::ForgetGrants,
             parts::report_that_crosses_a_grant_leaves_no_room_to_others,
+        ),
+        (
+            Mutation::ForgetGrants,
+            crossing::memory_is_handed_out_once_while_packets_cross,
         ),
         (
             Mutation::SessionBeginsAnew,

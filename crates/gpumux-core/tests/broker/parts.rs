@@ -26,6 +26,8 @@ struct Node {
     holds: BTreeMap<u64, u64>,
     /// Grants that are on their way.
     granted: Vec<(ProcessId, u32)>,
+    /// Leases are not given back at once.
+    delayed: bool,
     /// Processes that were to close their gates.
     closed: Vec<u64>,
     /// Processes whose programs were to give caches back.
@@ -48,6 +50,7 @@ impl Node {
             answers: BTreeMap::new(),
             holds: BTreeMap::new(),
             granted: Vec::new(),
+            delayed: false,
             closed: Vec::new(),
             reclaimed: Vec::new(),
         };
@@ -95,7 +98,9 @@ impl Node {
                     }
                     self.granted.push((process, ticket));
                 }
-                Command::Order(process, _, Order::Trim) => self.report(process.0),
+                Command::Order(process, _, Order::Trim) if !self.delayed => {
+                    self.report(process.0);
+                }
                 Command::Order(process, _, Order::Quiesce { .. }) => self.closed.push(process.0),
                 Command::Order(process, _, Order::Reclaim { .. }) => self.reclaimed.push(process.0),
                 _ => {}
@@ -247,6 +252,23 @@ fn two_requests_do_not_wait_for_each_other() {
     node.keep(1, 0);
     node.run_for(Micros::from_secs(1));
     assert_eq!(node.answered(1, 1), [Some(12), Some(12)]);
+}
+
+/// A process has freed memory a moment before it is asked for leases that it does not use: it reports that, and answers then.
+#[test]
+fn report_that_crosses_an_order_to_give_leases_back_is_no_answer_to_it() {
+    let mut node = Node::new(2, MemoryPolicy::Fail);
+    node.part(0, 1, 1, 12);
+    assert!(node.answers.get(&(0, 1)) > Some(&0));
+    node.report(0);
+    node.run_for(Micros::from_secs(2));
+    // Its answers are on their way from now on.
+    node.delayed = true;
+    node.part(RANKS, 1, 1, 10);
+    node.keep(0, 11);
+    assert_eq!(node.answers.get(&(RANKS, 1)), None);
+    node.keep(0, 4);
+    assert!(node.answers.get(&(RANKS, 1)) > Some(&0));
 }
 
 /// Leases that are not used are asked back for another while a grant is on its way: what the process reports then is without it.

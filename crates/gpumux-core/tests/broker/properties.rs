@@ -71,9 +71,11 @@ proptest! {
     fn all_are_served_whatever_happened(
         tenants in proptest::collection::vec((class(), 0..20u64), TENANTS as usize),
         host in prop_oneof![Just(u64::MAX), (0..60u64).prop_map(|gib| gib * GIB)],
+        latency in prop_oneof![Just(0), 1..5000u64],
         steps in proptest::collection::vec(step(), 1..60),
     ) {
         let mut world = World::with_host(60 * GIB, host);
+        world.latency = Micros(latency);
         for (n, (class, guaranteed)) in tenants.iter().enumerate() {
             // 58 GiB can be handed out.
             let guaranteed = (*guaranteed * GIB).min(11 * GIB);

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, btree_map::Entry};
 
 use gpumux_core::{
     Class, Micros, TenantId,
-    broker::{Event, PATIENCE_FOR_TURNS, ProcessId, RETURN, TRIM},
+    broker::{Event, PATIENCE_FOR_TURNS, ProcessId, RETURN, Reply, TRIM},
 };
 
 use super::{
@@ -315,4 +315,17 @@ fn process_with_memory_on_the_host_joins_a_move_and_stays_frozen() {
         let left = (world.swapped(1), world.frozen.len());
         assert_eq!(left, (0, 0), "{unfreezable}");
     }
+}
+
+/// A program that gives caches back may take its time: its answer comes to the next daemon, which has named another order like that.
+#[test]
+fn answer_to_an_order_of_another_kind_ends_no_step() {
+    let mut world = World::new(10 * GIB);
+    let process = world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 4 * GIB), 4 * GIB);
+    world.puppets.get_mut(&process).expect("there").manner = Manner::Stopped;
+    world.event(Event::Sleep(TenantId(1), 1));
+    (1..100).for_each(|op| world.event(Event::Reply(process, op, Reply::Freed(0))));
+    world.run_for(MS(10));
+    assert!(!world.frozen.contains(&TenantId(1)), "its gate is open");
 }

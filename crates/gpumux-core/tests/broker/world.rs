@@ -70,10 +70,19 @@ pub(crate) struct Puppet {
     ready: Option<Micros>,
     pub(crate) closed: bool,
     kept: u64,
+    /// How often it has said what it has.
+    told: u64,
 }
 
 enum Due {
     Event(Event),
+    /// A process's packet comes.
+    Arrival(Event),
+    /// A process receives an order, or what it was granted.
+    Order(ProcessId, u64, Order),
+    Grant(ProcessId, u32, u64),
+    /// So much of it has moved, or was freed: what is movable, and what is on the host.
+    Moved(ProcessId, i64, i64),
     /// A process gives back what it does not use, and says what it has.
     Trim(ProcessId),
     /// It closes its gate for the order of this name, and whether it has no work; so much is to be moved, and so much may be kept.
@@ -84,6 +93,8 @@ pub(crate) struct World {
     pub(crate) now: Micros,
     /// By so much less is the broker's time.
     earlier: Micros,
+    /// How long packets are on their way, in both directions. Set before there are processes.
+    pub(crate) latency: Micros,
     pub(crate) broker: Broker,
     pub(crate) puppets: BTreeMap<ProcessId, Puppet>,
     pub(crate) busy: BTreeMap<TenantId, bool>,
@@ -101,6 +112,8 @@ pub(crate) struct World {
     pub(crate) grants: BTreeMap<(ProcessId, u32), u64>,
     shown: Option<(u64, u64)>,
     asked: BTreeMap<(ProcessId, u32), u64>,
+    /// How often the process had said what it has when it asked.
+    told: BTreeMap<(ProcessId, u32), u64>,
     pub(crate) moves: Vec<(Micros, TenantId, bool, u64)>,
     /// Whose moves failed.
     pub(crate) failed: Vec<TenantId>,
@@ -133,6 +146,7 @@ impl World {
         Self {
             now: Micros::from_secs(1000),
             earlier: Micros::ZERO,
+            latency: Micros::ZERO,
             broker: new_broker(host),
             puppets: BTreeMap::new(),
             busy: BTreeMap::new(),
@@ -148,6 +162,7 @@ impl World {
             grants: BTreeMap::new(),
             shown: None,
             asked: BTreeMap::new(),
+            told: BTreeMap::new(),
             moves: Vec::new(),
             failed: Vec::new(),
             silent: Vec::new(),
@@ -207,9 +222,13 @@ impl World {
             ready: None,
             closed: false,
             kept: 0,
+            told: 0,
         };
         self.puppets.insert(process, puppet);
         self.event(Event::Joined(process, tenant));
+        if self.latency > Micros::ZERO {
+            self.event(Event::Confirms(process));
+        }
         process
     }
 
@@ -244,6 +263,8 @@ impl World {
 
     pub(crate) fn ask(&mut self, process: ProcessId, ticket: u32, bytes: u64) {
         self.asked.insert((process, ticket), bytes);
+        let told = self.puppets.get(&process).map_or(0, |it| it.told);
+        self.told.insert((process, ticket), told);
         let ask = Ask {
             device: DEVICE.to_owned(),
             total: self.capacity,
@@ -252,7 +273,7 @@ impl World {
             kind: Kind::Movable,
             part: None,
         };
-        self.event(Event::Ask {
+        self.send(Event::Ask {
             process,
             ticket,
             ask,
@@ -269,6 +290,29 @@ impl World {
             self.run_for(Micros::from_millis(10));
         }
         self.grants.get(&(process, ticket)).copied().unwrap_or(0)
+    }
+
+    /// A process frees so much, if it has that on the device and may touch it.
+    pub(crate) fn free(&mut self, process: u64, bytes: u64) {
+        let process = ProcessId(process);
+        let frees = |it: &Puppet| !it.closed && it.holding.movable - it.unused >= bytes;
+        if self.puppets.get(&process).is_some_and(frees) {
+            self.moved(process, -(bytes as i64), 0);
+        }
+    }
+
+    /// It uses so much less of what it was granted, until leases are asked back.
+    pub(crate) fn leave_unused(&mut self, process: u64, bytes: u64) {
+        let puppet = self.puppets.get_mut(&ProcessId(process));
+        if let Some(it) = puppet.filter(|it| !it.closed && it.holding.movable - it.unused >= bytes)
+        {
+            it.unused += bytes;
+        }
+    }
+
+    /// Whether it has asked for memory and has no answer.
+    pub(crate) fn waits_for_answer(&self, process: u64) -> bool {
+        self.asked.keys().any(|(it, _)| it.0 == process)
     }
 
     /// A process reports what of its memory needs no copy.
@@ -321,7 +365,14 @@ impl World {
                 .map(|(key, _)| *key)
                 .filter(|key| key.0 <= at);
             match due.and_then(|key| self.queue.remove(&key)) {
-                Some(Due::Event(event)) => self.event(event),
+                Some(Due::Event(event @ Event::Frozen(..))) => self.event(event),
+                Some(Due::Event(event)) => self.send(event),
+                Some(Due::Arrival(event)) => self.arrive(event),
+                Some(Due::Order(process, op, order)) => self.deliver(process, op, order),
+                Some(Due::Grant(process, ticket, bytes)) => self.granted(process, ticket, bytes),
+                Some(Due::Moved(process, movable, swapped)) => {
+                    self.moved(process, movable, swapped);
+                }
                 Some(Due::Trim(process)) => self.trim(process),
                 Some(Due::Close(process, op, bytes)) => self.close(process, op, bytes),
                 None => self.event(Event::Tick),
@@ -355,10 +406,64 @@ impl World {
             && let Some(puppet) = self.puppets.get_mut(process)
         {
             puppet.holding = *holding;
+            puppet.told += 1;
         }
+        self.arrive(event);
+    }
+
+    fn arrive(&mut self, event: Event) {
         let commands = self.handle(event);
         self.carry_out(commands);
         self.check();
+    }
+
+    /// A process sends a packet.
+    fn send(&mut self, event: Event) {
+        if self.latency == Micros::ZERO {
+            return self.event(event);
+        }
+        if let Event::Holds {
+            process, holding, ..
+        } = &event
+            && let Some(puppet) = self.puppets.get_mut(process)
+        {
+            puppet.holding = *holding;
+            puppet.told += 1;
+        }
+        self.due(self.latency, Due::Arrival(event));
+    }
+
+    /// What a process has changes by this, and it reports that.
+    fn moved(&mut self, process: ProcessId, movable: i64, swapped: i64) {
+        let Some(puppet) = self.puppets.get_mut(&process) else {
+            return;
+        };
+        let holding = &mut puppet.holding;
+        holding.movable = (holding.movable.checked_add_signed(movable)).expect("so much was there");
+        holding.swapped = (holding.swapped.checked_add_signed(swapped)).expect("so much was there");
+        let holding = *holding;
+        self.send(holds(process, self.capacity, holding));
+    }
+
+    /// What a process asked for has come.
+    fn granted(&mut self, process: ProcessId, ticket: u32, bytes: u64) {
+        let told = self.told.remove(&(process, ticket));
+        let Some(puppet) = self.puppets.get_mut(&process) else {
+            return;
+        };
+        if ticket != u32::MAX {
+            puppet.holding.movable += bytes;
+        }
+        let (holding, lacked) = (puppet.holding, told != Some(puppet.told));
+        self.grants.insert((process, ticket), bytes);
+        self.asked.remove(&(process, ticket));
+        if self.latency > Micros::ZERO {
+            self.send(Event::Received(process, ticket));
+            // What it said meanwhile was without this.
+            if bytes > 0 && lacked {
+                self.send(holds(process, self.capacity, holding));
+            }
+        }
     }
 
     fn later(&mut self, delay: Micros, event: Event) {

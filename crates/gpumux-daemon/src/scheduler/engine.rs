@@ -14,7 +14,7 @@ use gpumux_core::{
     recording::Line,
 };
 use gpumux_rm::layout::engine::GR0;
-use gpumux_wire::message::RECEIPTS;
+use gpumux_wire::{Daemon, message::RECEIPTS};
 
 use super::{
     admission::Admission,
@@ -553,6 +553,16 @@ impl Engine {
             let is = it.member.is_of(session, Some(key));
             is && it.group.is_some() && it.demand() == Demand::Busy
         });
+        // The process may give another group its key, of which no limit is known.
+        let is_limited = self
+            .state
+            .domains()
+            .any(|it| it.member.is_of(session, Some(key)) && it.copies.limits != [None; 2]);
+        if is_limited {
+            let rates = [None; 2];
+            let free = Daemon::CopyRates { key, rates };
+            self.state.send_or_end(session, &free);
+        }
         if let Some(met) = self.state.sessions.get_mut(&session) {
             met.lost.remove(&key);
             met.freed = at_work.then_some(now).or(met.freed);

@@ -531,8 +531,9 @@ pub(crate) fn report() {
     if !ANY.load(Ordering::Acquire) || !lease::knows(ELASTIC) {
         return;
     }
-    let found = with(|space| space.droppable());
+    // Several threads report: what was found first is sent first.
     let mut reports = guard::lock(&REPORTS);
+    let found = with(|space| space.droppable());
     reports
         .changed(found, Instant::now())
         .into_iter()

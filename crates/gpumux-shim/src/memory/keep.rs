@@ -441,18 +441,12 @@ impl Kept {
             bytes,
         };
         self.all.insert(name.to_owned(), entry);
-        space::tell_with(|space| {
-            if inherited {
-                space.inherit(device, bytes);
+        space::tell_with(|space| match inherited {
+            true => space.take_over(device, bytes),
+            false => {
+                let kept = space.keep_more(device, bytes);
+                kept.into_iter().chain(space.trim(device)).collect()
             }
-            let kept = space.keep_more(device, bytes);
-            kept.into_iter().chain(match inherited {
-                true => space
-                    .book_foreign(device, bytes, true)
-                    .into_iter()
-                    .collect(),
-                false => space.trim(device),
-            })
         });
     }
 
@@ -467,8 +461,11 @@ impl Kept {
             (Some(own), _) => end_counting(own.device, own.bytes),
             // An earlier process has left it.
             (None, Some(device)) => space::tell_with(|space| {
+                let mut all = space.holds();
                 space.inherit(device, buffer.bytes);
-                space.tell_kept(device).into_iter().chain(space.holds())
+                all.extend(space.tell_kept(device));
+                all.append(&mut space.holds());
+                all
             }),
             (None, None) => {}
         }
@@ -512,6 +509,16 @@ impl Space {
             device.trim();
         }
         self.holds()
+    }
+
+    /// A buffer that an earlier process has left is this one's, whose end the daemon may not have noticed. So it hears before what
+    /// there is without that: only what a session begins with comes before that.
+    fn take_over(&mut self, device: c_int, bytes: u64) -> Vec<Shim> {
+        let mut all = self.holds();
+        self.inherit(device, bytes);
+        all.extend(self.keep_more(device, bytes));
+        all.extend(self.book_foreign(device, bytes, true));
+        all
     }
 
     fn inherit(&mut self, device: c_int, bytes: u64) {
@@ -653,6 +660,21 @@ mod tests {
                 "{mark} {first:?} {second:?}"
             );
         }
+    }
+
+    #[test]
+    fn report_of_what_is_inherited_comes_between_those_without_and_with_it() {
+        lease::set_revision(KEEPING);
+        let mut space = Space::default();
+        space.know_for_tests(0);
+        space.grant_for_tests(0, 5);
+        let pinned = |it: &Shim| match *it {
+            Shim::Holds { pinned, .. } => pinned,
+            Shim::Kept { inherited, .. } => 100 + inherited,
+            _ => unreachable!("{it:?}"),
+        };
+        let told: Vec<u64> = space.take_over(0, 3).iter().map(pinned).collect();
+        assert_eq!(told, [5, 103, 8]);
     }
 
     #[test]

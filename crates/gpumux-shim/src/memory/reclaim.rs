@@ -128,7 +128,7 @@ fn serve() {
     }
 }
 
-fn register(function: Option<Function>, user: *mut c_void) -> c_int {
+pub(crate) fn register(function: Option<Function>, user: *mut c_void) -> c_int {
     if SPOILED.load(Ordering::Acquire) {
         return IMPOSSIBLE;
     }

@@ -168,6 +168,24 @@ impl Tenant {
         line
     }
 
+    /// How often the agent has gone to sleep so far.
+    pub(crate) fn agents_sleeps(&self) -> u64 {
+        let threads = format!("/proc/{}/task", self.child.id());
+        let status = |it: std::io::Result<std::fs::DirEntry>| {
+            std::fs::read_to_string(it.unwrap().path().join("status")).unwrap()
+        };
+        let mut all = std::fs::read_dir(threads).unwrap().map(status);
+        let agent = all.find(|it| it.starts_with("Name:\tgpumux\n"));
+        let agent = agent.expect("there is an agent");
+        let count = |it: &str| {
+            it.strip_prefix("voluntary_ctxt_switches:")?
+                .trim()
+                .parse()
+                .ok()
+        };
+        agent.lines().find_map(count).unwrap()
+    }
+
     /// Ends it; what else it wrote to standard error, and its exit code.
     pub(crate) fn end(mut self) -> (Vec<String>, Option<i32>) {
         drop(self.commands);
@@ -246,6 +264,10 @@ impl Connection {
 
     pub(crate) fn send(&self, packet: &Daemon) {
         socket::send(&self.0, packet, None, SendFlags::empty()).unwrap();
+    }
+
+    pub(crate) fn send_file(&self, packet: &Daemon, file: &OwnedFd) {
+        socket::send(&self.0, packet, Some(file.as_fd()), SendFlags::empty()).unwrap();
     }
 
     pub(crate) fn send_bytes(&self, bytes: &[u8]) {

@@ -7,7 +7,7 @@ impl World {
         if let Some(puppet) = self.puppets.get_mut(&process) {
             puppet.holding.movable -= std::mem::take(&mut puppet.unused);
             let holding = puppet.holding;
-            self.event(holds(process, self.capacity, holding));
+            self.send(holds(process, self.capacity, holding));
         }
     }
 
@@ -29,7 +29,7 @@ impl World {
             }
             false => Reply::Refused("it may not keep what is to be moved".into()),
         };
-        self.event(Event::Reply(process, op, reply));
+        self.send(Event::Reply(process, op, reply));
     }
 
     pub(super) fn carry_out(&mut self, commands: Vec<Command>) {
@@ -37,21 +37,19 @@ impl World {
             match command {
                 Command::Order(process, op, order) => {
                     self.orders += 1;
-                    self.deliver(process, op, order);
+                    match self.latency {
+                        Micros::ZERO => self.deliver(process, op, order),
+                        latency => self.due(latency, Due::Order(process, op, order)),
+                    }
                 }
                 Command::Grant {
                     process,
                     ticket,
                     bytes,
-                } => {
-                    if let Some(puppet) = self.puppets.get_mut(&process)
-                        && ticket != u32::MAX
-                    {
-                        puppet.holding.movable += bytes;
-                    }
-                    self.grants.insert((process, ticket), bytes);
-                    self.asked.remove(&(process, ticket));
-                }
+                } => match self.latency {
+                    Micros::ZERO => self.granted(process, ticket, bytes),
+                    latency => self.due(latency, Due::Grant(process, ticket, bytes)),
+                },
                 Command::Freeze(tenant) => {
                     let (after, result) = match self.unfreezable.get(&tenant) {
                         Some(time) => (*time, Err("the control hangs".into())),
@@ -155,16 +153,9 @@ impl World {
                     holding.swapped + bytes
                 );
                 puppet.kept = puppet.kept.max(holding.swapped + bytes);
-                let (kept, after) = (
-                    puppet.kept,
-                    Holding {
-                        movable: holding.movable - bytes,
-                        swapped: holding.swapped + bytes,
-                        ..holding
-                    },
-                );
+                let (kept, moved) = (puppet.kept, bytes as i64);
                 let took = Micros(bytes / LINK + 1000);
-                self.report(process, after, took);
+                self.due(took, Due::Moved(process, -moved, moved));
                 self.later(took, Event::Keeps(process, kept));
                 self.later(took, reply(Reply::Done));
             }
@@ -179,13 +170,9 @@ impl World {
                     return self.later(Micros(100), reply(Reply::Refused("out of memory".into())));
                 }
                 puppet.closed = false;
-                let after = Holding {
-                    movable: holding.movable + holding.swapped,
-                    swapped: 0,
-                    ..holding
-                };
+                let moved = holding.swapped as i64;
                 let took = Micros(holding.swapped / LINK + 1000);
-                self.report(process, after, took);
+                self.due(took, Due::Moved(process, moved, -moved));
                 self.later(took, reply(Reply::Done));
             }
             Order::DropHost => {
@@ -208,10 +195,6 @@ impl World {
                 let free = bytes.min(puppet.droppable.free);
                 puppet.droppable.free -= free;
                 puppet.droppable.cached -= bytes - free;
-                let after = Holding {
-                    movable: holding.movable - bytes,
-                    ..holding
-                };
                 let (took, droppable) = (Micros(bytes / GIB * 3000 + 100), puppet.droppable);
                 self.drops.push((self.now, tenant, bytes));
                 if manner != Manner::MovesNothing {
@@ -223,7 +206,7 @@ impl World {
                     };
                     self.later(took, event);
                 }
-                self.report(process, after, took);
+                self.due(took, Due::Moved(process, -(bytes as i64), 0));
                 self.later(took, reply(Reply::Done));
             }
         }

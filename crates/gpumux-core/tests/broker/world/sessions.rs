@@ -52,7 +52,12 @@ impl World {
     fn take_out(&mut self, process: ProcessId) -> Option<Puppet> {
         self.queue.retain(|_, due| {
             !matches!(due, Due::Event(Event::Reply(it, ..) | Event::Keeps(it, _) | Event::Holds { process: it, .. })
-                | Due::Close(it, ..) if *it == process)
+                | Due::Arrival(
+                    Event::Reply(it, ..) | Event::Keeps(it, _) | Event::Holds { process: it, .. }
+                    | Event::Ask { process: it, .. } | Event::Received(it, _)
+                    | Event::Droppable { process: it, .. })
+                | Due::Close(it, ..) | Due::Order(it, ..) | Due::Grant(it, ..) | Due::Moved(it, ..)
+                if *it == process)
         });
         self.puppets.remove(&process)
     }

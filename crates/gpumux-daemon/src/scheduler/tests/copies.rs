@@ -105,3 +105,18 @@ fn older_library_is_not_limited() {
     let part = copy(&mut bench, &mut limits, 50, [true, true]);
     assert_eq!((part, limits), (0.5, [None; 2]));
 }
+
+/// After a move to another device, a process gives the new group the key of the one that is gone.
+#[test]
+fn limit_ends_with_its_group() {
+    let mut bench = bench([0.7, 0.3], REVISION);
+    let mut limits = [None; 2];
+    copy(&mut bench, &mut limits, 20, [true, true]);
+    assert!(limits[1].is_some());
+    bench.engine.gone(SessionId(2), 2);
+    let rates = [None; 2];
+    let free = Daemon::CopyRates { key: 2, rates };
+    assert_eq!(bench.received(2), [free]);
+    bench.engine.gone(SessionId(2), 2);
+    assert_eq!(bench.received(2), [], "it is not limited any more");
+}
