@@ -448,8 +448,8 @@ struct Tenant {
     lost: Option<(Micros, Micros)>,
     /// Host memory that its processes may have from before their sessions: what they say of it counts up to this.
     moved_before: u64,
-    /// It came back past older claims than this, against which it has no turn.
-    passed: Option<Age>,
+    /// It came back past claims that are older than its own was, of this age and since then: against these it has no turn.
+    passed: Option<(Age, Micros)>,
     /// It was moved before its turn was over, although it did not rest, or waited for memory, and is not back yet.
     gave_way: bool,
     /// When others could last not be moved for it, since the host had no room for that.
@@ -1194,7 +1194,10 @@ impl Broker {
                 at(since);
                 at(until);
             }
-            tenant.passed.iter_mut().for_each(|(_, since)| at(since));
+            if let Some(((_, age), since)) = &mut tenant.passed {
+                at(age);
+                at(since);
+            }
             at(&mut tenant.not_before);
             at(&mut tenant.back_not_before);
             at(&mut tenant.take_not_before);

@@ -258,7 +258,7 @@ impl Broker {
         if now < tenant.back_not_before || crowded {
             return false;
         }
-        tenant.passed = passes.then(|| claim.age());
+        tenant.passed = passes.then(|| (claim.age(), claim.since));
         self.begin_return(now, claim.tenant, out);
         true
     }
@@ -769,8 +769,10 @@ impl Broker {
             true => class_wait,
             false => own_turn,
         };
-        let passed =
-            (tenant.passed).is_some_and(|own| claim.age() < own && tenant.home_since > claim.since);
+        // A claim that came later is older by its class only: it may be of one that was moved for this tenant.
+        let passed = (tenant.passed).is_some_and(|(age, since)| {
+            claim.age() < age && claim.since < since && tenant.home_since > claim.since
+        });
         let had_its_turn = passed || home_for >= due_turn;
         let borrowed = movable.min(entry.borrowed());
         // What exceeds its guarantee is moved whole if need be: without a part of its memory it cannot run anyway.

@@ -426,3 +426,27 @@ fn stopped_tenant_gets_no_room_until_it_goes_on() {
     world.run_for(Micros::from_secs(60));
     assert!(world.is_home(1));
 }
+
+/// A latency tenant gives way after ten turns of a batch tenant that waits. That has its own turn then, although the other's claim counts as older
+/// by its class as soon as it is moved.
+#[test]
+fn batch_tenant_for_which_one_of_a_higher_class_gave_way_has_a_turn() {
+    let mut world = World::new(60 * GIB);
+    let classes = [Class::Batch, Class::Batch, Class::Batch, Class::Latency];
+    for (id, class) in (1..).zip(classes) {
+        world.tenant(id, class, 0);
+    }
+    for (ticket, (id, gib)) in (1..).zip([(1, 20), (4, 11), (3, 27), (2, 27), (4, 2)]) {
+        world.ask(ProcessId(id), ticket, gib * GIB);
+    }
+    (1..=4).for_each(|id| world.set_busy(id, true));
+    let mut home = [0; 4];
+    for _ in 0..3_000 {
+        world.run_for(Micros::from_millis(100));
+        for id in 1..=4 {
+            home[id as usize - 1] += i32::from(world.is_home(id));
+        }
+    }
+    // In tenths of a second, of five minutes.
+    assert!(home[0] > 100, "{home:?}");
+}
