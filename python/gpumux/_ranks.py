@@ -20,7 +20,7 @@ logger = logging.getLogger("gpumux.ranks")
 LATE_S = 2.0
 """So much longer than it may take an answer is awaited."""
 _MARK_S = 10.0
-"""So long the library awaits that memory is back which is used again."""
+"""So long is awaited that memory is back which is used again, and that a device has set new memory to zero."""
 
 
 class Rank:

@@ -50,6 +50,16 @@ pub struct Holding {
 }
 
 impl Holding {
+    /// So many bytes of this kind, on the device.
+    pub(crate) fn of(kind: Kind, bytes: u64) -> Self {
+        let mut holding = Self::default();
+        match kind {
+            Kind::Movable => holding.movable = bytes,
+            Kind::Pinned => holding.pinned = bytes,
+        }
+        holding
+    }
+
     /// What it has on the device.
     pub const fn resident(self) -> u64 {
         self.movable.saturating_add(self.pinned)

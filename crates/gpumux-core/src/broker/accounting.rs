@@ -682,10 +682,7 @@ impl Accounting {
         let given = device.ledger.ask(tenant, ask.need, ask.want, ask.kind)?;
         if let Some(member) = self.members.get_mut(&process) {
             let holding = member.holdings.entry(ask.device.clone()).or_default();
-            match ask.kind {
-                Kind::Movable => holding.movable = holding.movable.saturating_add(given),
-                Kind::Pinned => holding.pinned = holding.pinned.saturating_add(given),
-            }
+            *holding = holding.plus(Holding::of(ask.kind, given));
         }
         Ok(given)
     }
@@ -702,14 +699,9 @@ impl Accounting {
         if self.mutation == Some(Mutation::ForgetGrants) {
             return;
         }
-        let mut given = Holding::default();
-        match ask.kind {
-            Kind::Movable => given.movable = bytes,
-            Kind::Pinned => given.pinned = bytes,
-        }
         let member = self.members.get_mut(process);
         if let Some(coming) = member.and_then(|it| it.coming.as_mut()) {
-            coming.push((ticket, ask.device.clone(), given));
+            coming.push((ticket, ask.device.clone(), Holding::of(ask.kind, bytes)));
         }
     }
 

@@ -399,16 +399,20 @@ impl World {
         {
             return;
         }
-        // A move happens when it is reported.
+        self.note(&event);
+        self.arrive(event);
+    }
+
+    /// A move happens when it is reported.
+    fn note(&mut self, event: &Event) {
         if let Event::Holds {
             process, holding, ..
-        } = &event
+        } = event
             && let Some(puppet) = self.puppets.get_mut(process)
         {
             puppet.holding = *holding;
             puppet.told += 1;
         }
-        self.arrive(event);
     }
 
     fn arrive(&mut self, event: Event) {
@@ -422,14 +426,7 @@ impl World {
         if self.latency == Micros::ZERO {
             return self.event(event);
         }
-        if let Event::Holds {
-            process, holding, ..
-        } = &event
-            && let Some(puppet) = self.puppets.get_mut(process)
-        {
-            puppet.holding = *holding;
-            puppet.told += 1;
-        }
+        self.note(&event);
         self.due(self.latency, Due::Arrival(event));
     }
 
