@@ -285,6 +285,8 @@ impl Node {
             "GPUMUX_TENANT",
             "GPUMUX_STRICT",
             "LD_PRELOAD",
+            // With it Python writes a line in pieces, between those of other processes.
+            "PYTHONUNBUFFERED",
         ] {
             command.env_remove(variable);
         }
