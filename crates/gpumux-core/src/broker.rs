@@ -41,6 +41,7 @@ mod accounting;
 mod claims;
 mod model;
 mod moves;
+mod room;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -313,7 +314,8 @@ pub enum Order {
         /// Bytes that are missing there.
         bytes: u64,
     },
-    /// Give back leases that are not used; not answered.
+    /// Give back leases that are not used; answered by [`Reply::Done`] where grants are confirmed ([`Event::Confirms`]), else by what
+    /// it has.
     Trim,
     /// Free memory that needs no copy; answered by [`Reply::Done`].
     Take {
@@ -478,8 +480,8 @@ struct Process {
     reclaimed: Option<Micros>,
     /// When it was last asked to let go of host memory.
     dropped: Option<Micros>,
-    /// By device: since when it owes the answer to [`Order::Trim`]. The answer is what it has.
-    trims: BTreeMap<String, Micros>,
+    /// The last [`Order::Trim`] while it has not answered that, and since when it has not answered.
+    trim: Option<(u64, Micros)>,
 }
 
 /// A request for memory that waits: its tenant, and its place among all by age.
@@ -493,9 +495,8 @@ struct Pending {
     tickets: Vec<u32>,
     /// Since when it has all its parts; since the first, while it has not.
     since: Micros,
-    /// Leases that are not used were asked back for it, and once more before it is refused.
+    /// Leases that are not used were asked back for it.
     trimmed: bool,
-    trimmed_again: bool,
 }
 
 /// Caches that are being given back on a device.
@@ -760,7 +761,7 @@ impl Broker {
                     reclaims: false,
                     reclaimed: None,
                     dropped: None,
-                    trims: BTreeMap::new(),
+                    trim: None,
                 };
                 let first = !self.processes.values().any(|it| it.tenant == id);
                 self.processes.insert(process, new);
@@ -993,7 +994,6 @@ impl Broker {
             tickets: vec![ticket],
             since,
             trimmed: false,
-            trimmed_again: false,
         };
         if pending.lacks_parts() {
             // The others have this long, also after a connection was lost.
@@ -1009,30 +1009,26 @@ impl Broker {
         late.for_each(|(_, it)| it.answer(&[], |_, _| false, out));
     }
 
-    /// Orders all processes to give back leases that are not used.
-    fn trim(&mut self, now: Micros, out: &mut Vec<Command>) {
-        self.trimmed = Some(now);
-        self.trim_of(now, None, out);
-    }
-
-    /// The same, of one tenant or of all.
-    fn trim_of(&mut self, now: Micros, of: Option<TenantId>, out: &mut Vec<Command>) {
+    /// Orders processes, of one tenant or all, to give back leases that are not used.
+    fn trim(&mut self, now: Micros, of: Option<TenantId>, out: &mut Vec<Command>) {
+        if of.is_none() {
+            self.trimmed = Some(now);
+        }
+        self.ops += 1;
         let processes = self.processes.iter_mut();
         for (id, process) in processes.filter(|(_, it)| of.is_none_or(|of| it.tenant == of)) {
-            for uuid in self.accounting.devices_of(*id) {
-                process.trims.entry(uuid.clone()).or_insert(now);
-            }
-            out.push(Command::Order(*id, 0, Order::Trim));
+            let since = process.trim.map_or(now, |(_, since)| since);
+            process.trim = Some((self.ops, since));
+            out.push(Command::Order(*id, self.ops, Order::Trim));
         }
     }
 
     /// Whether processes, or those of one tenant, were asked for leases of a device less than `time` ago and have not answered.
     fn is_trimming(&self, now: Micros, uuid: &str, of: Option<TenantId>, time: Micros) -> bool {
-        self.processes
-            .values()
-            .filter(|it| of.is_none_or(|id| it.tenant == id))
-            .filter_map(|it| it.trims.get(uuid))
-            .any(|since| now < *since + time)
+        let owes = |it: &Process| it.trim.is_some_and(|(_, since)| now < since + time);
+        (self.processes.iter())
+            .filter(|(_, it)| of.is_none_or(|of| it.tenant == of) && owes(it))
+            .any(|(id, _)| self.accounting.devices_of(*id).any(|it| it == uuid))
     }
 
     fn holds(
@@ -1044,8 +1040,11 @@ impl Broker {
         out: &mut Vec<Command>,
     ) {
         self.accounting.holds(process, device, total, holding);
-        if let Some(it) = self.processes.get_mut(&process) {
-            it.trims.remove(device);
+        // One that doesn't say what it answers.
+        if !self.accounting.confirms_grants(process)
+            && let Some(it) = self.processes.get_mut(&process)
+        {
+            it.trim = None;
         }
         let tenant = self.accounting.tenant_of(process);
         let Some((id, tenant)) = tenant.and_then(|id| Some((id, self.tenants.get(&id)?))) else {
@@ -1206,7 +1205,7 @@ impl Broker {
         for process in self.processes.values_mut() {
             maybe(&mut process.reclaimed);
             maybe(&mut process.dropped);
-            process.trims.values_mut().for_each(at);
+            process.trim.iter_mut().for_each(|(_, since)| at(since));
         }
         for pending in self.asks.values_mut() {
             at(&mut pending.since);
@@ -1233,7 +1232,9 @@ impl Broker {
                 Place::Home | Place::Away { .. } => None,
             });
         let reclaims = self.reclaims.values_mut().map(|it| &mut it.op);
-        for op in rounds.chain(reclaims.filter(|op| **op != 0)) {
+        let trims = self.processes.values_mut();
+        let trims = trims.filter_map(|it| Some(&mut it.trim.as_mut()?.0));
+        for op in rounds.chain(reclaims.filter(|op| **op != 0)).chain(trims) {
             let new = names.len() as u64 + 1;
             *op = *names.entry(*op).or_insert(new);
         }

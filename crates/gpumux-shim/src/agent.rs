@@ -396,6 +396,10 @@ impl Session {
                     Ok(Some((Daemon::Permits { key }, file))) => self.wait_to_launch(key, file),
                     Ok(Some((Daemon::CopyRates { key, rates }, _))) => copies::limit(key, rates),
                     Ok(Some((Daemon::Trim, _))) => allocate::trim(),
+                    Ok(Some((Daemon::GiveBack { op }, _))) => {
+                        allocate::trim();
+                        lease::tell(Shim::Moved { op });
+                    }
                     Ok(Some((Daemon::HostMemory { location, scrub }, _))) => {
                         self.mover.set_rules(location, scrub);
                     }

@@ -22,7 +22,7 @@ pub const PROTOCOL: u32 = 7;
 /// 10: copies between host and device: [`COPYING`].
 /// 11: how long programs wait: [`WAITED`].
 /// 12: requests of several processes: [`PARTS`].
-/// 13: that a grant has come: [`RECEIPTS`].
+/// 13: that a grant, or an order to give leases back, has come: [`RECEIPTS`].
 pub const REVISION: u32 = 13;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
@@ -56,7 +56,8 @@ pub const WAITED: u32 = 11;
 /// The revision from which on processes of a tenant ask for memory together ([`Shim::AskPart`]).
 pub const PARTS: u32 = 12;
 
-/// The revision from which on a process says that it has received what it was granted ([`Shim::Received`]).
+/// The revision from which on a process says that it has received what it was granted ([`Shim::Received`]), and that it has given
+/// back what it does not use ([`Daemon::GiveBack`]).
 pub const RECEIPTS: u32 = 13;
 
 /// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
@@ -453,7 +454,7 @@ pub enum Daemon {
         /// The order's name.
         op: u64,
     },
-    /// Others need memory: give back what is granted and not used.
+    /// Before revision 13. Others need memory: give back what is granted and not used. [`Shim::Holds`] comes after it.
     Trim,
     /// The daemon leaves in good order: every group is thawed and has its old slice.
     Bye,
@@ -517,6 +518,12 @@ pub enum Daemon {
         key: u32,
         /// By [`crate::page::Direction`], in bytes a second; none: as fast as it can.
         rates: [Option<u64>; 2],
+    },
+    /// From revision 13 on. Others need memory: give back what is granted and not used. Answered by [`Shim::Moved`];
+    /// [`Shim::Holds`] comes before.
+    GiveBack {
+        /// The order's name.
+        op: u64,
     },
 }
 

@@ -694,6 +694,11 @@ impl Accounting {
         }
     }
 
+    pub(super) fn confirms_grants(&self, process: ProcessId) -> bool {
+        let member = self.members.get(&process);
+        member.is_some_and(|it| it.coming.is_some())
+    }
+
     /// A process was granted so much of what it asked for by this name.
     pub(super) fn granted(&mut self, (process, ask): &(ProcessId, Ask), ticket: u32, bytes: u64) {
         if self.mutation == Some(Mutation::ForgetGrants) {

@@ -1,36 +1,35 @@
-//! Claims: what tenants lack, in which order they are served, and which others give way.
+//! Claims: what tenants lack, and in which order they are served.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ASKS_LOOKED_AT, Activity, Ask, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, Order,
-    PATIENCE, PATIENCE_FOR_TURNS, Place, RECLAIM, RECLAIM_PAUSE, TRIM, TRIM_HEDGE, TRIM_PAUSE,
-    Tenant, TenantId,
-    model::{Age, Mutation, ProcessId, Round, Step, Why},
+    ASKS_LOOKED_AT, Ask, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, PATIENCE,
+    PATIENCE_FOR_TURNS, Place, TRIM, TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
+    model::{Age, Mutation, ProcessId, Round, Step},
     turn,
 };
 use crate::{
     Class,
-    ledger::{Denied, EXTRA, HostFull, Kind},
+    ledger::{Denied, Kind},
 };
 
 /// A tenant of a lower class takes the memory of one of a higher only after so many turns: between them memory is divided
 /// about ten to one where it does not suffice for both.
-const CLASS_TURNS: u64 = 10;
+pub(super) const CLASS_TURNS: u64 = 10;
 
 /// What a tenant lacks.
 pub(super) struct Claim {
-    tenant: TenantId,
+    pub(super) tenant: TenantId,
     /// A request for more; none: the tenant's return.
-    ask: Option<AskKey>,
+    pub(super) ask: Option<AskKey>,
     /// Bytes by device.
-    needs: BTreeMap<String, u64>,
-    since: Micros,
-    class: Class,
+    pub(super) needs: BTreeMap<String, u64>,
+    pub(super) since: Micros,
+    pub(super) class: Class,
     /// With it, the tenant stays within its guarantee.
-    entitled: bool,
+    pub(super) entitled: bool,
     /// Others are moved for it.
-    takes: bool,
+    pub(super) takes: bool,
 }
 
 impl Claim {
@@ -40,7 +39,7 @@ impl Claim {
         (self.age(), self.tenant, self.ask)
     }
 
-    fn age(&self) -> Age {
+    pub(super) fn age(&self) -> Age {
         (!self.entitled, self.since + patience(self.class))
     }
 }
@@ -63,29 +62,13 @@ pub fn longest_wait(class: Class, others: impl IntoIterator<Item = (Class, Micro
     })
 }
 
-/// What a tenant can give.
-struct Offer {
-    tenant: TenantId,
-    bytes: u64,
-    /// The least is chosen first.
-    order: (
-        bool,
-        bool,
-        bool,
-        std::cmp::Reverse<Class>,
-        bool,
-        Micros,
-        TenantId,
-    ),
-}
-
 /// What is set aside for older claims, and what comes free for them, by device.
 #[derive(Default)]
-struct Aside {
-    room: BTreeMap<String, u64>,
-    coming: BTreeMap<String, u64>,
+pub(super) struct Aside {
+    pub(super) room: BTreeMap<String, u64>,
+    pub(super) coming: BTreeMap<String, u64>,
     /// Victims that were not moved, since the host is full.
-    unmoved: BTreeSet<TenantId>,
+    pub(super) unmoved: BTreeSet<TenantId>,
 }
 
 impl Broker {
@@ -216,7 +199,7 @@ impl Broker {
                 continue;
             }
             // An older claim that cannot be served now keeps nothing from this one.
-            if self.collect(now, &claim, lacks, &first, &mut aside, out) {
+            if self.collect(now, &claim, &lacks, &first, &mut aside, out) {
                 first.insert(claim.tenant);
             }
             unserved.push(claim);
@@ -344,36 +327,23 @@ impl Broker {
         let given = match answer {
             Ok(given) => given,
             Err(_) => {
-                // Little can have come together since the last time; a limit may be met by what the asker itself does not use.
+                // A limit may be met by what the asker itself does not use. Of all, little can have come together since the last time.
+                let of = (!full).then_some(claim.tenant);
                 let lately = self.trimmed.is_some_and(|at| now < at + TRIM_PAUSE);
                 if !(pending.trimmed || lately && full) {
-                    self.trim(now, out);
+                    self.trim(now, of, out);
                 }
                 if let Some(pending) = self.asks.get_mut(&key) {
                     pending.trimmed = true;
                 }
-                let of = (!full).then_some(claim.tenant);
                 let time = match self.has(Mutation::RefuseEarly) {
                     true => TRIM_HEDGE,
                     false => TRIM,
                 };
-                let awaits = |it: &Self| {
-                    let mut devices = claim.needs.keys();
-                    devices.any(|uuid| it.is_trimming(now, uuid, of, time))
-                };
-                if awaits(self) || (full && now < pending.since + patience) {
+                let mut devices = claim.needs.keys();
+                let awaits = devices.any(|uuid| self.is_trimming(now, uuid, of, time));
+                if awaits || (full && now < pending.since + patience) {
                     return false;
-                }
-                // A report may have been sent before the order came. The one after it was not.
-                let again = pending.trimmed && !pending.trimmed_again;
-                if again && !self.has(Mutation::RefuseEarly) {
-                    self.trim_of(now, of, out);
-                    if let Some(pending) = self.asks.get_mut(&key) {
-                        pending.trimmed_again = true;
-                    }
-                    if awaits(self) {
-                        return false;
-                    }
                 }
                 Vec::new()
             }
@@ -393,424 +363,4 @@ impl Broker {
         pending.answer(&given, |_, _| false, out);
         true
     }
-
-    /// Has caches given back and others moved away so that a claim can be served, if that suffices, and sets room aside for it.
-    /// Whether it does.
-    fn collect(
-        &mut self,
-        now: Micros,
-        claim: &Claim,
-        lacks: BTreeMap<String, u64>,
-        first: &BTreeSet<TenantId>,
-        aside: &mut Aside,
-        out: &mut Vec<Command>,
-    ) -> bool {
-        if !claim.takes {
-            return false;
-        }
-        let extra = self.tenants.get(&claim.tenant).map_or(0, |tenant| {
-            // The driver had less room than is accounted for.
-            u64::from(tenant.back_failures.min(8))
-        });
-        let mut collecting = extra > 0 || !lacks.is_empty();
-        let mut chosen: BTreeMap<TenantId, BTreeMap<String, u64>> = BTreeMap::new();
-        let mut coming = BTreeMap::new();
-        // What is freed without a copy, and whether leases may still come back.
-        let mut freed: BTreeMap<TenantId, (String, u64)> = BTreeMap::new();
-        let mut trimming = false;
-        // What programs are asked for, with their processes, and whether a device depends on that.
-        let mut reclaims = Vec::new();
-        let mut depends = false;
-        let uuids = claim
-            .needs
-            .keys()
-            .filter(|uuid| extra > 0 || lacks.contains_key(*uuid));
-        for uuid in uuids {
-            let step = self.accounting.capacity(uuid) / EXTRA;
-            let lack = lacks.get(uuid).copied().unwrap_or(0) + extra * step;
-            let comes = lack.min(aside.coming.get(uuid).copied().unwrap_or(0));
-            coming.insert(uuid.clone(), comes);
-            let missing = lack - comes;
-            if missing == 0 {
-                continue;
-            }
-            let offers = self.offers(now, claim, (uuid, missing), first);
-            // Leases that are not used come first, then caches.
-            let pending = claim.ask.and_then(|key| self.asks.get(&key));
-            if pending
-                .is_some_and(|it| !it.trimmed || self.is_trimming(now, uuid, None, TRIM_HEDGE))
-            {
-                trimming = true;
-                continue;
-            }
-            // What needs no copy goes before what must be copied, and before a program's help.
-            let drops = self.drops(now, claim, (uuid, missing), &offers);
-            if let Some(drops) = drops.filter(|_| !self.has(Mutation::CopyDroppable)) {
-                // One device of a tenant after the other.
-                for (holder, part) in drops {
-                    freed.entry(holder).or_insert((uuid.clone(), part));
-                }
-                continue;
-            }
-            if let Some(processes) = self.due_to_reclaim(now, uuid, &offers) {
-                reclaims.push((uuid.clone(), missing, processes));
-                depends |= choose(missing, &offers).is_none();
-                continue;
-            }
-            // A process that asks for memory will often ask for more.
-            let ahead = claim.ask.map_or(0, |_| step);
-            match self.victims(uuid, (missing, ahead), &offers) {
-                Some(victims) => {
-                    for (victim, part) in victims {
-                        chosen.entry(victim).or_default().insert(uuid.clone(), part);
-                    }
-                }
-                None => collecting = false,
-            }
-        }
-        chosen.retain(|victim, _| !freed.contains_key(victim));
-        if trimming {
-            chosen.clear();
-            freed.clear();
-            reclaims.clear();
-        }
-        if collecting && let Err(full) = self.reserve_host(&chosen) {
-            self.host_is_full(now, claim, &chosen, full, out);
-            if !self.has(Mutation::MoveInVain) {
-                // To move some of them, or to free some, would not serve the claim. What comes free already is kept for it.
-                collecting = coming.values().any(|it| *it > 0);
-                freed.clear();
-                reclaims.clear();
-                aside
-                    .unmoved
-                    .extend(std::mem::take(&mut chosen).into_keys());
-            }
-        }
-        if depends {
-            // What programs give back may not suffice.
-            freed.clear();
-            (std::mem::take(&mut chosen).into_keys()).for_each(|it| self.free_host(it));
-        }
-        if self.has(Mutation::TakeComing) || collecting {
-            for (uuid, comes) in coming {
-                *aside.coming.entry(uuid).or_default() -= comes;
-            }
-        }
-        if collecting {
-            for (uuid, missing, processes) in reclaims {
-                self.reclaim(now, uuid, missing, processes, out);
-            }
-            for (holder, (uuid, part)) in freed {
-                let home = |it: &Tenant| it.place == Place::Home;
-                if self.tenants.get(&holder).is_some_and(home) {
-                    self.begin_drop(now, holder, &uuid, part, out);
-                }
-            }
-            for (victim, parts) in chosen {
-                self.move_away(now, victim, parts, out);
-            }
-            let kept = claim
-                .needs
-                .iter()
-                .filter(|_| !self.has(Mutation::RoomForYounger));
-            for (uuid, need) in kept {
-                *aside.room.entry(uuid.clone()).or_default() += need;
-            }
-        }
-        // What is granted and not used cannot be moved.
-        let lately = self.trimmed.is_some_and(|at| now < at + TRIM_PAUSE);
-        if !lately && !collecting {
-            self.trim(now, out);
-        }
-        collecting
-    }
-
-    /// The tenants that give what is missing of a device and, if the host has room for that, more; none if they do not suffice.
-    fn victims(
-        &self,
-        uuid: &str,
-        (missing, ahead): (u64, u64),
-        offers: &[Offer],
-    ) -> Option<Vec<(TenantId, u64)>> {
-        let more = Some(missing.saturating_add(ahead)).filter(|_| ahead > 0);
-        let more = more.and_then(|it| choose(it, offers));
-        let more = more.filter(|it| self.fit_host(uuid, it));
-        more.or_else(|| choose(missing, offers))
-    }
-
-    /// The host has no room for all that victims are to move for a claim.
-    fn host_is_full(
-        &mut self,
-        now: Micros,
-        claim: &Claim,
-        victims: &BTreeMap<TenantId, BTreeMap<String, u64>>,
-        full: HostFull,
-        out: &mut Vec<Command>,
-    ) {
-        if let Some(tenant) = self.tenants.get_mut(&claim.tenant) {
-            tenant.host_full = Some((now, full));
-        }
-        for id in victims.keys() {
-            self.drop_unused(now, *id, out);
-            out.push(Command::Failed(*id, full.into()));
-        }
-    }
-
-    /// Moves a victim away, or leaves it alone for a while.
-    fn move_away(
-        &mut self,
-        now: Micros,
-        victim: TenantId,
-        parts: BTreeMap<String, u64>,
-        out: &mut Vec<Command>,
-    ) {
-        let moved = self.begin_leave(now, victim, parts, Why::Room, out);
-        if moved.is_ok() {
-            // One that rests gives nothing up.
-            let asks = self.has_asked(victim);
-            if let Some(it) = self.tenants.get_mut(&victim) {
-                let in_turn = now < it.home_since + turn(it.took);
-                it.gave_way |= in_turn && (asks || !it.rests(now));
-            }
-            // From now on others are looked at anew.
-            (self.tenants.values_mut()).for_each(|it| it.most.clear());
-        }
-        if let Err(error) = moved {
-            if let Some(tenant) = self.tenants.get_mut(&victim) {
-                tenant.failed(now, self.mutation);
-            }
-            // What was reserved for it.
-            self.free_host(victim);
-            out.push(Command::Failed(victim, error));
-        }
-    }
-
-    /// The processes of the next tenant whose programs can give caches back, for at most [`RECLAIM`]: none while some are asked; no set if
-    /// no more can come.
-    fn due_to_reclaim(
-        &self,
-        now: Micros,
-        uuid: &str,
-        offers: &[Offer],
-    ) -> Option<BTreeSet<ProcessId>> {
-        if let Some(reclaim) = self.reclaims.get(uuid) {
-            if !reclaim.waiting.is_empty() {
-                return Some(BTreeSet::new());
-            }
-            if (reclaim.until..reclaim.until + RECLAIM_PAUSE).contains(&now) {
-                return None;
-            }
-        }
-        let of = |offer: &Offer| -> BTreeSet<ProcessId> {
-            let home = self.tenants.get(&offer.tenant).map(|it| &it.place) == Some(&Place::Home);
-            let due = |it: &super::Process| {
-                let paused = it.reclaimed.is_some_and(|at| now < at + RECLAIM_PAUSE);
-                home && it.tenant == offer.tenant && it.reclaims && !paused
-            };
-            let due = self.processes.iter().filter(|(_, it)| due(it));
-            due.map(|(process, _)| *process).collect()
-        };
-        offers.iter().map(of).find(|it| !it.is_empty())
-    }
-
-    /// Has programs give caches back.
-    fn reclaim(
-        &mut self,
-        now: Micros,
-        uuid: String,
-        missing: u64,
-        waiting: BTreeSet<ProcessId>,
-        out: &mut Vec<Command>,
-    ) {
-        if waiting.is_empty() {
-            return;
-        }
-        self.ops += 1;
-        for process in &waiting {
-            if let Some(it) = self.processes.get_mut(process) {
-                it.reclaimed = Some(now);
-            }
-            let order = Order::Reclaim {
-                device: uuid.clone(),
-                bytes: missing,
-            };
-            out.push(Command::Order(*process, self.ops, order));
-        }
-        let reclaim = self.reclaims.entry(uuid).or_default();
-        if now >= reclaim.until {
-            reclaim.until = now + RECLAIM;
-        }
-        (reclaim.op, reclaim.waiting) = (self.ops, waiting);
-    }
-
-    /// What others can free of a device without a copy, if that suffices: what has no contents first, then caches; of each that of
-    /// the lowest class first.
-    fn drops(
-        &self,
-        now: Micros,
-        claim: &Claim,
-        (uuid, missing): (&str, u64),
-        offers: &[Offer],
-    ) -> Option<Vec<(TenantId, u64)>> {
-        let mut holders: Vec<_> = (self.tenants.iter())
-            .filter(|(id, it)| {
-                let rests = now >= it.not_before && now >= it.take_not_before;
-                let frees = match &it.place {
-                    Place::Home => true,
-                    // Memory of another device: that of this one is next.
-                    Place::Leaving(it) => it.frees_elsewhere(now, uuid),
-                    Place::Away { .. } | Place::Returning(_) => false,
-                };
-                **id != claim.tenant && frees && rests
-            })
-            .filter_map(|(id, it)| {
-                let all = self.accounting.droppables(*id, uuid);
-                let free = all.iter().map(|(_, it)| it.free).sum::<u64>();
-                let cached = all.iter().map(|(_, it)| it.cached).sum::<u64>();
-                let gives = offers.iter().find(|it| it.tenant == *id);
-                let borrowed = self.accounting.entry(*id, uuid).borrowed();
-                let most = gives.map_or(borrowed, |it| it.bytes.max(borrowed));
-                let free = free.min(most);
-                let yields = claim.entitled || gives.is_some();
-                let cached = if yields { cached.min(most - free) } else { 0 };
-                let order = (std::cmp::Reverse(it.terms.class), *id);
-                (free + cached > 0).then_some((order, free, cached))
-            })
-            .collect();
-        holders.sort_unstable();
-        let mut left = missing;
-        let mut parts: BTreeMap<TenantId, u64> = BTreeMap::new();
-        let free = holders.iter().map(|((_, id), free, _)| (*id, *free));
-        let cached = holders.iter().map(|((_, id), _, cached)| (*id, *cached));
-        for (id, bytes) in free.chain(cached) {
-            let part = left.min(bytes);
-            if part > 0 {
-                *parts.entry(id).or_default() += part;
-            }
-            left -= part;
-        }
-        (left == 0).then(|| parts.into_iter().collect())
-    }
-
-    /// What others can give of a device for a claim, in the order in which they are asked.
-    fn offers(
-        &self,
-        now: Micros,
-        claim: &Claim,
-        lack: (&str, u64),
-        first: &BTreeSet<TenantId>,
-    ) -> Vec<Offer> {
-        let (uuid, missing) = lack;
-        let lack = (uuid, missing, self.could_be_free(uuid));
-        let mut offers: Vec<Offer> = (self.tenants.iter())
-            .filter(|(id, _)| **id != claim.tenant)
-            .filter_map(|(id, tenant)| self.offer(now, claim, lack, first, *id, tenant))
-            .collect();
-        offers.sort_by_key(|offer| offer.order);
-        offers
-    }
-
-    /// What is free of a device, and what tenants that cannot run have there.
-    fn could_be_free(&self, uuid: &str) -> u64 {
-        let away = (self.tenants.iter()).filter(|(_, it)| matches!(it.place, Place::Away { .. }));
-        let theirs = away.map(|(id, _)| self.accounting.entry(*id, uuid).holding.movable);
-        let free = (self.accounting.ledger(uuid)).map_or(0, crate::ledger::Ledger::free);
-        theirs.fold(free, u64::saturating_add)
-    }
-
-    fn offer(
-        &self,
-        now: Micros,
-        claim: &Claim,
-        (uuid, missing, left): (&str, u64, u64),
-        first: &BTreeSet<TenantId>,
-        id: TenantId,
-        tenant: &Tenant,
-    ) -> Option<Offer> {
-        let entry = self.accounting.entry(id, uuid);
-        let movable = entry.holding.movable;
-        let Activity { busy, in_group, .. } = tenant.activity;
-        if movable == 0 || in_group || now < tenant.not_before {
-            return None;
-        }
-        let away = match tenant.place {
-            // It cannot run: what is left of it on the device is of no use, unless it is served before.
-            Place::Away { .. } => true,
-            Place::Home => false,
-            Place::Leaving(_) | Place::Returning(_) => return None,
-        };
-        if away && first.contains(&id) {
-            return None;
-        }
-        // It waits for memory itself, and is served later, unless what tenants that cannot run have suffices for it.
-        let asks = || self.asks_of(id).filter(|(_, it)| it.is_on(uuid));
-        let needs = || asks().fold(0, |sum: u64, (_, it)| sum.saturating_add(it.needs_of(uuid)));
-        // For one that would only come back to wait for more, too, it is not idle: they would exchange their memory without end.
-        let same = claim.ask.is_none()
-            && asks().next().is_some()
-            && !self.has(Mutation::ExchangeAmongWaiting)
-            && (self.asks_of(claim.tenant)).any(|(_, it)| it.is_on(uuid));
-        let waits = || !same && !busy && !first.contains(&id) && needs() > left;
-        let swap = Micros(missing / self.speed.max(1));
-        let own_turn = turn(tenant.took.max(swap));
-        let home_for = now.saturating_sub(tenant.home_since);
-        let idle_for = match same {
-            true => Micros::ZERO,
-            false => tenant.idle_for(now),
-        };
-        let at_once = !busy && self.has(Mutation::IdleAtOnce);
-        let idle = away || at_once || (!same && tenant.rests(now)) || waits();
-        let long_idle = away || at_once || idle_for >= own_turn;
-        let entitled = claim.entitled && !self.has(Mutation::TurnsAgainstGuarantees);
-        // A lower class waits longer, but not for more than these turns in all: others may have come in between.
-        let class_wait = Micros(own_turn.0.saturating_mul(CLASS_TURNS));
-        let lower = tenant.terms.class < claim.class && now < claim.since + class_wait;
-        let due_turn = match lower {
-            true => class_wait,
-            false => own_turn,
-        };
-        // A claim that came later is older by its class only: it may be of one that was moved for this tenant.
-        let passed = (tenant.passed).is_some_and(|(age, since)| {
-            claim.age() < age && claim.since < since && tenant.home_since > claim.since
-        });
-        let had_its_turn = passed || home_for >= due_turn;
-        let borrowed = movable.min(entry.borrowed());
-        // What exceeds its guarantee is moved whole if need be: without a part of its memory it cannot run anyway.
-        let exceeds = entry.holding.all() > entry.share.guaranteed;
-        let bytes = match () {
-            () if long_idle || (exceeds && (idle || had_its_turn)) => movable,
-            () if entitled => borrowed,
-            () => 0,
-        };
-        // Others would have to let go of host memory first.
-        let fits = self.fits_host(id, uuid, bytes.min(missing));
-        let order = (
-            tenant.failures > 0 || !fits,
-            !away,
-            !idle,
-            std::cmp::Reverse(tenant.terms.class),
-            borrowed == 0,
-            tenant.home_since,
-            id,
-        );
-        (bytes > 0).then_some(Offer {
-            tenant: id,
-            bytes,
-            order,
-        })
-    }
-}
-
-/// The tenants that give, and how much, in this order; none if it does not suffice.
-fn choose(missing: u64, offers: &[Offer]) -> Option<Vec<(TenantId, u64)>> {
-    let mut left = missing;
-    let mut chosen = Vec::new();
-    for offer in offers {
-        let part = left.min(offer.bytes);
-        if part > 0 {
-            chosen.push((offer.tenant, part));
-        }
-        left -= part;
-    }
-    (left == 0).then_some(chosen)
 }

@@ -348,6 +348,10 @@ impl Broker {
         for reclaim in self.reclaims.values_mut().filter(|it| it.op == op) {
             reclaim.waiting.remove(&process);
         }
+        if let Some(it) = self.processes.get_mut(&process) {
+            // It answers: also a later one, soon.
+            it.trim = (it.trim.filter(|(last, _)| *last != op)).map(|(last, _)| (last, now));
+        }
         // A program may take its time, over sessions: another daemon may have named its order like one of these.
         if let Reply::Freed(_) = reply {
             return;
@@ -584,7 +588,7 @@ impl Broker {
         });
         if let Some(error) = error {
             out.push(Command::Failed(id, error));
-            self.trim(now, out);
+            self.trim(now, None, out);
         }
     }
 

@@ -174,22 +174,52 @@ pub(crate) fn leases_that_are_not_used_are_given_back_before_the_victim_is_asked
     assert_eq!(world.moves.len(), 0, "what is not used is not moved");
 }
 
+/// Others keep what they are granted while a program tries again and again.
 #[test]
-pub(crate) fn a_request_waits_for_leases_that_come_back_late() {
-    let mut world = World::new(10 * GIB);
-    let terms = |policy| Terms {
+fn refused_requests_ask_leases_of_others_back_seldom() {
+    for limit in [u64::MAX, 5 * GIB] {
+        let mut world = World::new(20 * GIB);
+        for tenant in 1..=4 {
+            world.tenant(tenant, Class::Standard, 0);
+            assert_eq!(world.allocate(tenant, 4 * GIB), 4 * GIB);
+        }
+        world.event(Event::Tenant(TenantId(4), fails_at(limit)));
+        world.run_for(Micros::from_secs(1));
+        let (asked, before) = (world.now, world.orders);
+        let mut refused = 0;
+        while world.now < asked + Micros::from_secs(1) {
+            assert_eq!(world.allocate(4, 6 * GIB), 0);
+            world.run_for(Micros::from_millis(10));
+            refused += 1;
+        }
+        let orders = world.orders - before;
+        assert!(refused > 40, "{refused}");
+        // At its limit it is asked itself, each time.
+        let most = if limit == u64::MAX { 2 * 4 } else { refused };
+        assert!(orders <= most, "{orders} for {refused} at {limit}");
+    }
+}
+
+/// The terms of a tenant that waits for no room.
+fn fails_at(limit: u64) -> Terms {
+    Terms {
         class: Class::Standard,
         share: Share {
             guaranteed: 0,
-            limit: 5 * GIB,
+            limit,
         },
-        policy,
+        policy: MemoryPolicy::Fail,
         sleep_after: None,
-    };
-    let of_one = |policy| {
+    }
+}
+
+#[test]
+pub(crate) fn a_request_waits_for_leases_that_come_back_late() {
+    let mut world = World::new(10 * GIB);
+    let of_one = || {
         let mut world = World::new(10 * GIB);
         world.tenant(1, Class::Standard, 0);
-        world.event(Event::Tenant(TenantId(1), terms(policy)));
+        world.event(Event::Tenant(TenantId(1), fails_at(5 * GIB)));
         world.process(2, 1);
         assert_eq!(world.allocate(1, 3 * GIB), 3 * GIB);
         let one = world.puppets.get_mut(&ProcessId(1)).expect("there");
@@ -197,7 +227,7 @@ pub(crate) fn a_request_waits_for_leases_that_come_back_late() {
         world
     };
     // At the tenant's limit, of which its other process does not use all: that one's host is slow.
-    let mut own = of_one(MemoryPolicy::Fail);
+    let mut own = of_one();
     assert_eq!(own.allocate(2, 3 * GIB), 3 * GIB);
     // Where the driver has less room than is accounted for.
     world.tenant(1, Class::Standard, 0);
@@ -205,10 +235,10 @@ pub(crate) fn a_request_waits_for_leases_that_come_back_late() {
     let one = world.puppets.get_mut(&ProcessId(1)).expect("there");
     (one.unused, one.trim) = (6 * GIB, Micros::from_millis(400));
     world.tenant(2, Class::Standard, 0);
-    world.event(Event::Tenant(TenantId(2), terms(MemoryPolicy::Fail)));
+    world.event(Event::Tenant(TenantId(2), fails_at(5 * GIB)));
     assert_eq!(world.allocate(2, 4 * GIB), 4 * GIB);
     // One that is stopped holds others up once, not each time.
-    let mut stopped = of_one(MemoryPolicy::Fail);
+    let mut stopped = of_one();
     stopped
         .puppets
         .get_mut(&ProcessId(1))

@@ -84,7 +84,7 @@ enum Due {
     /// So much of it has moved, or was freed: what is movable, and what is on the host.
     Moved(ProcessId, i64, i64),
     /// A process gives back what it does not use, and says what it has.
-    Trim(ProcessId),
+    Trim(ProcessId, u64),
     /// It closes its gate for the order of this name, and whether it has no work; so much is to be moved, and so much may be kept.
     Close(ProcessId, (u64, bool), (u64, u64)),
 }
@@ -373,7 +373,7 @@ impl World {
                 Some(Due::Moved(process, movable, swapped)) => {
                     self.moved(process, movable, swapped);
                 }
-                Some(Due::Trim(process)) => self.trim(process),
+                Some(Due::Trim(process, op)) => self.trim(process, op),
                 Some(Due::Close(process, op, bytes)) => self.close(process, op, bytes),
                 None => self.event(Event::Tick),
             }

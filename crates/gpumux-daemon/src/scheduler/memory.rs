@@ -13,7 +13,10 @@ use gpumux_core::{
     controller,
     recording::Line,
 };
-use gpumux_wire::{Daemon, message};
+use gpumux_wire::{
+    Daemon,
+    message::{self, RECEIPTS},
+};
 
 use super::{
     model::{Answer, Happening},
@@ -245,10 +248,15 @@ impl MemoryMoves {
                     state.send_or_end(session, &message(op, order));
                     return None;
                 }
-                let asks = order != Order::Trim;
-                let sent = state.send(session, &message(op, order));
+                let early = state.sessions.get(&session);
+                let early = early.is_some_and(|it| it.page.revision() < RECEIPTS);
+                let message = match order {
+                    Order::Trim if early => Daemon::Trim,
+                    order => message(op, order),
+                };
                 let why = || Reply::Refused("it does not listen".into());
-                return (asks && !sent).then(|| Event::Reply(process, op, why()));
+                let sent = state.send(session, &message);
+                return (!sent).then(|| Event::Reply(process, op, why()));
             }
             Command::Grant {
                 process,
@@ -504,7 +512,7 @@ fn message(op: u64, order: Order) -> Daemon {
         Order::In => Daemon::SwapIn { op },
         Order::DropHost => Daemon::DropHost { op },
         Order::Reclaim { device, bytes } => Daemon::Reclaim { op, device, bytes },
-        Order::Trim => Daemon::Trim,
+        Order::Trim => Daemon::GiveBack { op },
         Order::Take { device, bytes } => Daemon::Take { op, device, bytes },
     }
 }

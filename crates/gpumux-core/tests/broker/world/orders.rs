@@ -3,11 +3,12 @@
 use super::*;
 
 impl World {
-    pub(super) fn trim(&mut self, process: ProcessId) {
+    pub(super) fn trim(&mut self, process: ProcessId, op: u64) {
         if let Some(puppet) = self.puppets.get_mut(&process) {
             puppet.holding.movable -= std::mem::take(&mut puppet.unused);
             let holding = puppet.holding;
             self.send(holds(process, self.capacity, holding));
+            self.send(Event::Reply(process, op, Reply::Done));
         }
     }
 
@@ -113,7 +114,7 @@ impl World {
             }
             Order::Trim => {
                 let delay = puppet.trim;
-                self.due(delay, Due::Trim(process));
+                self.due(delay, Due::Trim(process, op));
             }
             Order::Quiesce { least, host } => match manner {
                 Manner::Behind => {}
