@@ -50,18 +50,21 @@
 //! # Ties
 //! Equal deadlines: the domain that became the owner longest ago, then the lower id. Nothing depends on hash order or on a clock.
 
+mod actors;
 mod contract;
 mod divide;
 mod fixed;
 mod lag;
 mod schedule;
+mod tuning;
 
 pub use contract::{Bound, Policy};
 pub use divide::{Claim, Division, FLOOR, MaxMin, Priority, Weighted, fill, guarantees};
 pub use fixed::Fixed;
 pub use lag::Memory;
 pub(crate) use lag::Wait;
-pub use schedule::{Shared, Tuning};
+pub use schedule::Shared;
+pub use tuning::Tuning;
 
 /// Makes a policy with a tuning.
 type Make = fn(Tuning) -> Box<dyn Policy>;

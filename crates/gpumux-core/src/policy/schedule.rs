@@ -2,127 +2,22 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
-
 use super::{
+    actors::{Actor, Way, cast, ceilings, divide},
     contract::{Bound, Policy},
-    divide::{self, Claim, Division},
+    divide::Division,
     lag::{Entitled, Memory, Owner, Track},
+    tuning::{MIN_BURST_US, MIN_SLICE_US, MIN_STEP_US, Tuning, request},
 };
 use crate::accounts::RESTORE_US;
-use crate::{
-    Calm, Class, Costs, Demand, DomainPlan, DomainState, Micros, Plan, RunState, Snapshot,
-    TenantId, TenantSpec, Timeslice,
-};
+use crate::{Class, Demand, DomainPlan, Micros, Plan, RunState, Snapshot, TenantId, Timeslice};
 
-/// What may be traded against what. The defaults suit GPUs whose switch costs 100 µs to 1 ms.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Tuning {
-    /// Part of the device that handing over quanta may cost. Sets the quantum. The scheduling thread waits in the driver for most of
-    /// that time, so it takes about as much of a CPU.
-    pub quantum_cost: f64,
-    /// The same where one user's batch domains rotate, beside one latency domain at most: no other waits for them, and there may be many.
-    pub batch_quantum_cost: f64,
-    /// Part of the device that switching between timeslices may cost. Sets the timeslices.
-    pub slice_cost: f64,
-    /// The same when only batch domains share the device: no latency client waits, so switch less.
-    pub batch_slice_cost: f64,
-    /// How far latency domains may run ahead: one whose share is s runs ahead by s (1 - s) of this.
-    pub period: Micros,
-    /// How long a latency domain keeps others of its class waiting without a pause.
-    pub hog: Micros,
-    /// How long an idle domain counts when timeslices are set, so that short pauses issue no controls.
-    pub recent: Micros,
-}
-
-impl Default for Tuning {
-    fn default() -> Self {
-        Self {
-            quantum_cost: 0.02,
-            batch_quantum_cost: 0.01,
-            slice_cost: 0.05,
-            batch_slice_cost: 0.01,
-            period: Micros::from_millis(100),
-            hog: Micros::from_millis(10),
-            recent: Micros::from_secs(1),
-        }
-    }
-}
-
-/// Shortest timeslice of domains that share by timeslices.
-const MIN_SLICE_US: f64 = 500.0;
-/// Longest round of timeslices, which is also the longest timeslice.
-const MAX_ROUND_US: f64 = 1e6;
-/// Bounds of the quantum, whatever the costs are said to be.
-const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
-/// Estimated moments are not asked for sooner than this.
-const MIN_STEP_US: f64 = 2_000.0;
 /// A domain that has paused for longer is not expected back soon.
 const PAUSE: Micros = Micros::from_millis(100);
-/// A latency domain may run ahead by this at least: a freeze costs about as much.
-const MIN_BURST_US: f64 = 1_000.0;
 /// The part of its objective that a request may wait for one timeslice of the owner, and the longest such
 /// timeslice: beyond the driver's own it would wait longer than without us.
 const PATIENCE: u64 = 10;
 const MAX_PATIENCE: u64 = Timeslice::DEFAULT.0 - 48;
-
-impl Tuning {
-    /// What handing over a quantum costs.
-    fn handover(costs: &Costs) -> f64 {
-        (costs.freeze + costs.thaw + costs.switch).0 as f64
-    }
-
-    /// The largest quantum, in µs, where domains of these users and classes have a device: a pause keeps no more of what a domain is owed.
-    pub fn quantum<U: PartialEq>(
-        &self,
-        costs: &Costs,
-        domains: impl IntoIterator<Item = (U, Class)>,
-    ) -> f64 {
-        let domains: Vec<_> = domains.into_iter().collect();
-        let count = |class| domains.iter().filter(|(_, it)| *it == class).count();
-        // A latency domain waits until its user is level, and those over their budgets for each other.
-        let one_user = domains.windows(2).all(|pair| pair[0].0 == pair[1].0);
-        let only_batch = count(Class::Batch) > 0 && count(Class::Standard) == 0;
-        let cost = match only_batch && one_user && count(Class::Latency) < 2 {
-            true => self.batch_quantum_cost,
-            false => self.quantum_cost,
-        };
-        (Self::handover(costs) / cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
-    }
-
-    /// How far a latency domain may run ahead: for its part of a period, so that others run for the rest of it, or as long as controls
-    /// take. In a period the device switches twice.
-    fn burst(&self, costs: &Costs, share: f64) -> f64 {
-        let pause = (self.period.0 as f64 * (1.0 - share)).max(Self::handover(costs));
-        (share * pause).max(MIN_BURST_US)
-    }
-
-    /// As good as there: moments are estimated without the switch that lies before them, and to ask
-    /// again would cost more.
-    fn slack(costs: &Costs) -> f64 {
-        2.0 * costs.switch.0.min(1_000) as f64
-    }
-
-    /// By how much a control can be late: it waits for latency work and for those before it, and moments are estimated.
-    fn control(costs: &Costs) -> f64 {
-        Self::handover(costs) + Calm::MOST.0 as f64 + MIN_STEP_US
-    }
-
-    /// A round of timeslices for these shares.
-    fn round(&self, costs: &Costs, shares: &[f64], only_batch: bool) -> f64 {
-        let cost = match only_batch {
-            true => self.batch_slice_cost,
-            false => self.slice_cost,
-        };
-        let sum: f64 = shares.iter().sum();
-        let least = shares.iter().copied().fold(1.0, f64::min);
-        let affordable = shares.len() as f64 * costs.switch.0 as f64 / cost.max(1e-3);
-        affordable
-            .max(MIN_SLICE_US * sum / least.max(1e-9))
-            .min(MAX_ROUND_US)
-    }
-}
 
 /// A policy: a division brought about by timeslices and freezes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -225,87 +120,6 @@ impl<D: Division> Policy for Shared<D> {
             bound.wait = bound.wait.max(Micros(wait as u64));
         }
         bounds.into_values().collect()
-    }
-}
-
-/// The quantum of a domain whose share is so many times the mean of those that rotate: the largest, or less, but not so little that it
-/// costs more than it is worth.
-fn request(largest: f64, relative: f64) -> f64 {
-    (relative * largest).clamp(largest / 5.0, largest)
-}
-
-/// How a domain gets at the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
-    /// All such are enabled, and timeslices are in proportion to shares.
-    Slices,
-    /// A latency domain within its entitlement: it takes the device at once.
-    Preempting,
-    /// It gives way to those. Of all such with work only one, the owner, is enabled.
-    Rotating,
-}
-
-/// One domain while a plan is made.
-struct Actor<'a> {
-    domain: &'a DomainState,
-    claim: Claim,
-    user: crate::UserId,
-    /// Has work and may be given the device.
-    wants: bool,
-    /// The device is divided among it and others: it has work, or ran ahead before it paused.
-    counts: bool,
-    share: f64,
-    way: Way,
-    /// Has no work, and may be back before the next look at demand.
-    contends: bool,
-    exhausted: bool,
-    /// Keeps others of its class waiting for long.
-    hog: bool,
-}
-
-impl Actor<'_> {
-    fn runnable(&self) -> bool {
-        self.domain.demand.may_run()
-    }
-
-    fn class(&self) -> Class {
-        self.claim.class
-    }
-
-    fn kind(&self) -> (crate::UserId, Class) {
-        (self.user, self.class())
-    }
-
-    /// Must not run now, whatever it is owed.
-    fn held(&self) -> bool {
-        self.domain.pinned == Some(RunState::Frozen)
-    }
-
-    /// Has work for certain.
-    fn works(&self) -> bool {
-        self.wants && self.domain.demand == Demand::Busy
-    }
-
-    /// Goes before those that are not: within its entitlement it gives way to others of its class only.
-    fn privileged(&self) -> bool {
-        self.class() == Class::Latency && !self.exhausted
-    }
-
-    /// May own the quantum.
-    fn rotates(&self) -> bool {
-        self.way == Way::Rotating && self.is_ready()
-    }
-
-    /// May have work, and may run.
-    fn is_ready(&self) -> bool {
-        self.runnable() && !self.held()
-    }
-
-    fn idle_for(&self, now: Micros) -> Micros {
-        match self.runnable() {
-            true => Micros::ZERO,
-            false => now.saturating_sub(self.domain.demand_since),
-        }
     }
 }
 
@@ -859,82 +673,6 @@ impl<'a> Stage<'a> {
 /// A timeslice for so many µs of work.
 fn timeslice(work: f64) -> Timeslice {
     Timeslice(((work.max(MIN_SLICE_US) + RESTORE_US) as u64).min(Timeslice::MAX.0))
-}
-
-/// A snapshot's domains.
-fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
-    let unknown = TenantSpec::default();
-    let actor = |domain: &'a DomainState| {
-        let DomainState { tenant, pinned, .. } = domain;
-        let state = snapshot.tenant(*tenant);
-        // A domain that is frozen for its gang keeps its claim; one without its memory here cannot be given anything.
-        let swapped_out = *pinned == Some(RunState::Frozen) && !snapshot.gangs.contains(tenant);
-        Actor {
-            domain,
-            claim: Claim::from(state.map_or(&unknown, |it| &it.spec)),
-            user: state.map(|it| it.user).unwrap_or_default(),
-            wants: domain.demand.may_run() && !swapped_out,
-            counts: false,
-            share: 0.0,
-            way: Way::Slices,
-            contends: false,
-            exhausted: false,
-            hog: false,
-        }
-    };
-    snapshot.domains.iter().map(actor).collect()
-}
-
-/// The largest share that each domain may receive: its limit, or what it is entitled to where all that `works` names are at their limits.
-fn ceilings(
-    division: &dyn Division,
-    cast: &[Actor],
-    snapshot: &Snapshot,
-    works: impl Fn(&Actor) -> bool,
-) -> Vec<f64> {
-    if cast.iter().all(|it| it.claim.limit >= 1.0) {
-        return vec![1.0; cast.len()];
-    }
-    let shares = divide(division, cast, snapshot, &works);
-    let ceiling = |(actor, share): (&Actor, f64)| {
-        let own = cast
-            .iter()
-            .filter(|it| it.domain.tenant == actor.domain.tenant && works(it));
-        let limit = actor.claim.limit / own.count().max(1) as f64;
-        limit.max(share).max(1e-6)
-    };
-    cast.iter().zip(shares).map(ceiling).collect()
-}
-
-/// The share of each domain if just those that `counts` names want the device. A tenant's share is split evenly
-/// among its domains.
-fn divide(
-    division: &dyn Division,
-    cast: &[Actor],
-    snapshot: &Snapshot,
-    counts: impl Fn(&Actor) -> bool,
-) -> Vec<f64> {
-    let mut claimants: Vec<(usize, divide::Claimant)> = Vec::new();
-    let mut known: BTreeMap<TenantId, usize> = BTreeMap::new();
-    // Of each domain, which claimant is its tenant.
-    let mut whose = Vec::with_capacity(cast.len());
-    for actor in cast {
-        if !counts(actor) {
-            whose.push(None);
-            continue;
-        }
-        let claimant = *known.entry(actor.domain.tenant).or_insert_with(|| {
-            let (user, claim) = (actor.user, actor.claim);
-            claimants.push((0, divide::Claimant { user, claim }));
-            claimants.len() - 1
-        });
-        claimants[claimant].0 += 1;
-        whose.push(Some(claimant));
-    }
-    let claims: Vec<divide::Claimant> = claimants.iter().map(|it| it.1).collect();
-    let shares = divide::shares(division, &claims, &snapshot.users);
-    let share = |at: Option<usize>| at.map_or(0.0, |at| shares[at] / claimants[at].0 as f64);
-    whose.into_iter().map(share).collect()
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@ mod busy;
 use super::*;
 use crate::policy::{MaxMin, Priority};
 use crate::testing::{domain, snapshot};
-use crate::{Control, DomainId, UserId};
+use crate::{Control, DomainId, DomainState, UserId};
 
 fn plan(snapshot: &Snapshot, memory: &mut Memory) -> Plan {
     Shared::new(Priority).plan(snapshot, memory)
