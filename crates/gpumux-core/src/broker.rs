@@ -39,24 +39,30 @@
 
 mod accounting;
 mod claims;
+mod finite;
+mod messages;
 mod model;
 mod moves;
+mod request;
 mod room;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
-
 use crate::{
-    Class, MemoryPolicy, Micros, TenantId,
-    ledger::{Holding, HostFull, HostPool, Overcommitted, Share, turn},
+    MemoryPolicy, Micros, TenantId,
+    ledger::{Holding, HostFull, HostPool, turn},
 };
 
 use accounting::Accounting;
-pub use accounting::{Ask, CONTEXT, Droppable, Kept, LEAVE, Line, Part, RESERVE, RETURN, overhead};
+pub use accounting::{CONTEXT, LEAVE, Line, RESERVE, RETURN, overhead};
 pub use claims::longest_wait;
-use model::{Age, Gates, Leaving, Round};
+pub use messages::{
+    Activity, Ask, Command, Droppable, Event, Kept, MoveError, Order, Part, Reply, Terms,
+};
+use model::{Age, Leaving, Round};
 pub use model::{Mutation, ProcessId};
+use request::{AskKey, Pending};
+pub use request::{MAX_ASKS, MAX_PARTS, MEET};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
 pub const QUIET: Micros = Micros::from_secs(20);
@@ -87,14 +93,6 @@ const TRIM_PAUSE: Micros = Micros::from_secs(1);
 pub const LOOK: Micros = Micros::from_millis(100);
 /// How long a claim counts as one that the host had no room for: while that is so, it is found again at every look or two.
 const HOST_FULL: Micros = Micros::from_secs(1);
-/// Requests that may wait of one process, and of one tenant: one more is refused at once. A thread waits with one.
-pub const MAX_ASKS: (usize, usize) = (256, 1024);
-/// Parts that a request may have, and for how long the first waits for the last.
-pub const MAX_PARTS: u32 = 64;
-/// See [`MAX_PARTS`].
-pub const MEET: Micros = Micros::from_secs(10);
-/// The oldest requests of a tenant that are looked at.
-const ASKS_LOOKED_AT: usize = 16;
 /// With more tenants and requests than this, everything is looked at only after [`LOOK_EACH`] for each of them: one takes about
 /// a tenth of that.
 const FEW: u64 = 64;
@@ -114,290 +112,6 @@ pub const IDLE: Micros = Micros::from_millis(200);
 pub const HOST_PIECE: u64 = 32 << 20;
 /// Speed of a move that is assumed before one was measured, in bytes per µs: a PCIe 5 link's 50 GB/s, as measured on H100 and H200.
 pub const SPEED: u64 = 50_000;
-
-/// What the broker must know of a tenant's spec.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
-pub struct Terms {
-    /// Its class.
-    pub class: Class,
-    /// Its guarantee and limit.
-    pub share: Share,
-    /// What becomes of requests that the device has no room for.
-    pub policy: MemoryPolicy,
-    /// Idle for so long, it is moved to the host.
-    pub sleep_after: Option<Micros>,
-}
-
-/// What a tenant's processes do, as their pages show.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Hash)]
-pub struct Activity {
-    /// It has outstanding work.
-    pub busy: bool,
-    /// Since when it has had none.
-    pub idle_since: Micros,
-    /// It is in an MPS group, whose members are frozen only together: it is not kept frozen for memory on the host. What needs no copy is
-    /// taken.
-    pub in_group: bool,
-    /// A process of it is stopped with work under way (SIGSTOP, a debugger): it answers no order.
-    #[serde(default)]
-    pub stopped: bool,
-}
-
-/// What happened.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Event {
-    /// Time has passed.
-    Tick,
-    /// The driver reports a device's memory: capacity and use, in bytes.
-    Device {
-        /// UUID, as NVML writes it.
-        uuid: String,
-        /// All its memory.
-        capacity: u64,
-        /// What is used of it, by whomever.
-        used: u64,
-    },
-    /// The driver reports this device no more.
-    DeviceGone(String),
-    /// A tenant has these terms now.
-    Tenant(TenantId, Terms),
-    /// A new tenant may use these devices only, by UUID.
-    Confined(TenantId, BTreeSet<String>),
-    /// This tenant was there before this broker: its processes return, and may have memory that the driver reports already.
-    Restored(TenantId),
-    /// A tenant has ended.
-    TenantGone(TenantId),
-    /// What these tenants do now.
-    Activity(Vec<(TenantId, Activity)>),
-    /// A process of a tenant has connected.
-    Joined(ProcessId, TenantId),
-    /// It has ended, with its connection or after it.
-    Left(ProcessId),
-    /// Its connection has ended, and it lives: it has its memory, and will connect again.
-    Lost(ProcessId),
-    /// It has so many compute contexts on a device; `before`: and had them before this broker began.
-    Contexts {
-        /// Which process.
-        process: ProcessId,
-        /// UUID of the device.
-        device: String,
-        /// How many.
-        count: u32,
-        /// They are older than this broker.
-        before: bool,
-    },
-    /// It asks for memory; answered by [`Command::Grant`].
-    Ask {
-        /// Which process.
-        process: ProcessId,
-        /// Its name for the request.
-        ticket: u32,
-        /// What it asks for.
-        ask: Ask,
-    },
-    /// The driver had no memory although it was granted; answered by [`Command::Grant`]: whether to try again.
-    Missing {
-        /// Which process.
-        process: ProcessId,
-        /// Its name for the request.
-        ticket: u32,
-    },
-    /// It reports all that it has on a device.
-    Holds {
-        /// Which process.
-        process: ProcessId,
-        /// UUID of the device.
-        device: String,
-        /// The device's capacity, as the process reports it.
-        total: u64,
-        /// What it has.
-        holding: Holding,
-    },
-    /// It will say when it has received what it was granted.
-    Confirms(ProcessId),
-    /// It has received what it was granted by this name: what it reports from now on contains that.
-    Received(ProcessId, u32),
-    /// It keeps so many bytes of host memory for what is moved.
-    Keeps(ProcessId, u64),
-    /// Its program gives caches back when it is asked to.
-    Reclaims(ProcessId),
-    /// So much of what it has of a device can be freed without a copy.
-    Droppable {
-        /// Which process.
-        process: ProcessId,
-        /// UUID of the device.
-        device: String,
-        /// How much.
-        droppable: Droppable,
-    },
-    /// So much of what it has of a device is kept over its end.
-    Kept {
-        /// Which process.
-        process: ProcessId,
-        /// UUID of the device.
-        device: String,
-        /// How much.
-        kept: Kept,
-    },
-    /// What a program of a tenant is shown of a device; answered by [`Command::Shown`].
-    View {
-        /// Whose.
-        tenant: TenantId,
-        /// UUID of the device.
-        device: String,
-        /// The device's capacity, as the process reports it.
-        total: u64,
-    },
-    /// Before this broker, a tenant's programs were shown this capacity of a device.
-    WasShown(TenantId, String, u64),
-    /// A request of this name needs no answer any more.
-    Cancel(ProcessId, u32),
-    /// A thread of it is blocked because its memory is away.
-    Waits(ProcessId),
-    /// It answers an order.
-    Reply(ProcessId, u64, Reply),
-    /// All groups of a tenant are frozen, or why that cannot be.
-    Frozen(TenantId, Result<(), String>),
-    /// A user asks for a tenant to be moved to the host; answered by [`Command::Answer`].
-    Sleep(TenantId, u64),
-    /// A user asks for it to be brought back; answered by [`Command::Answer`].
-    Wake(TenantId, u64),
-    /// A tenant is to go to another device: as [`Event::Sleep`], but once its work has ended, and it stays on the host until
-    /// [`Event::Release`].
-    Detain(TenantId, u64),
-    /// It may come back.
-    Release(TenantId),
-    /// A tenant will come to this device with so many bytes; none: it has come, or comes no more.
-    Arrives(TenantId, String, Option<u64>),
-}
-
-/// What a process answers to an order.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Reply {
-    /// Its gate is closed. Whether it has no outstanding work.
-    Quiet(bool),
-    /// Done; what it holds was reported before.
-    Done,
-    /// It cannot, and all is as it was: why.
-    Refused(String),
-    /// Caches of so many bytes were given back.
-    Freed(u64),
-}
-
-/// What a process is to do.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
-pub enum Order {
-    /// Close the gate; answered by [`Reply::Quiet`].
-    Quiesce {
-        /// Bytes of each device that the order to move will name.
-        least: u64,
-        /// Bytes of host memory that it may keep.
-        host: u64,
-    },
-    /// Open the gate; not answered.
-    Resume,
-    /// Move at least `least` bytes of each device to the host, if there are so many; answered by [`Reply::Done`].
-    Out {
-        /// Bytes of each device.
-        least: u64,
-        /// Bytes of host memory that it may keep.
-        host: u64,
-    },
-    /// Bring everything back; answered by [`Reply::Done`].
-    In,
-    /// Let go of host memory that is not in use; answered by [`Reply::Done`].
-    DropHost,
-    /// Have the program give caches back; answered by [`Reply::Freed`].
-    Reclaim {
-        /// UUID of the device.
-        device: String,
-        /// Bytes that are missing there.
-        bytes: u64,
-    },
-    /// Give back leases that are not used; answered by [`Reply::Done`] where grants are confirmed ([`Event::Confirms`]), else by what
-    /// it has.
-    Trim,
-    /// Free memory that needs no copy; answered by [`Reply::Done`].
-    Take {
-        /// UUID of the device.
-        device: String,
-        /// Bytes that shall come free.
-        bytes: u64,
-    },
-}
-
-/// What is to be done.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Command {
-    /// A process gets an order of this name.
-    Order(ProcessId, u64, Order),
-    /// Answers [`Event::Ask`]: bytes that it may have, 0 for none. [`Event::Missing`]: 1 to try again once the accounting may have been
-    /// corrected, 2 to try again at once and until the answer is another: the memory of processes that have ended is being freed.
-    Grant {
-        /// Which process.
-        process: ProcessId,
-        /// Its name for the request.
-        ticket: u32,
-        /// Bytes.
-        bytes: u64,
-    },
-    /// Answers [`Event::View`]. With a capacity of 0, the program is shown what the driver reports.
-    Shown {
-        /// Whose program.
-        tenant: TenantId,
-        /// UUID of the device.
-        device: String,
-        /// Bytes that it may still take.
-        free: u64,
-        /// The capacity.
-        total: u64,
-    },
-    /// Freeze all compute groups of a tenant; answered by [`Event::Frozen`].
-    Freeze(TenantId),
-    /// Let them run.
-    Thaw(TenantId),
-    /// Answers [`Event::Sleep`] or [`Event::Wake`].
-    Answer(u64, Result<(), MoveError>),
-    /// For the records: a tenant's memory has moved.
-    Moved {
-        /// Whose.
-        tenant: TenantId,
-        /// To the host, or back.
-        out: bool,
-        /// Bytes.
-        bytes: u64,
-        /// From the first order to the last answer.
-        took: Micros,
-    },
-    /// For the log: a move failed, and why.
-    Failed(TenantId, MoveError),
-    /// A process has not answered an order for long, and has what others are guaranteed: it may be stopped.
-    Silent(ProcessId),
-    /// For the log: a guarantee that this device has no room for.
-    NotKept(TenantId, String, Overcommitted),
-}
-
-/// Why memory was not moved. Everything is as it was, but for [`MoveError::Stuck`].
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize, Hash)]
-pub enum MoveError {
-    /// Not now.
-    #[error("the tenant cannot be moved now: {0}")]
-    Busy(String),
-    /// No host memory.
-    #[error("{0}: raise `limit` of `[host_memory]` in the daemon's configuration")]
-    HostFull(#[from] HostFull),
-    /// Its groups do not freeze.
-    #[error("its groups cannot be frozen: {0}")]
-    Freeze(String),
-    /// No room came free in time.
-    #[error(
-        "its memory cannot come back: other tenants cannot be moved; it comes back when they free some"
-    )]
-    NoRoom,
-    /// A process does not answer in the middle of a move.
-    #[error("a process of it does not answer: it stays frozen until that process answers or ends")]
-    Stuck,
-}
 
 /// Where a tenant's memory is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -484,21 +198,6 @@ struct Process {
     trim: Option<(u64, Micros)>,
 }
 
-/// A request for memory that waits: its tenant, and its place among all by age.
-type AskKey = (TenantId, u64);
-
-/// A request for memory that waits: granted when there is room for all its parts, or not at all.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Pending {
-    /// Which process asks, and its name for the part.
-    parts: Vec<(ProcessId, Ask)>,
-    tickets: Vec<u32>,
-    /// Since when it has all its parts; since the first, while it has not.
-    since: Micros,
-    /// Leases that are not used were asked back for it.
-    trimmed: bool,
-}
-
 /// Caches that are being given back on a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Reclaim {
@@ -528,50 +227,6 @@ pub struct Broker {
     /// Something happened that was not looked at yet.
     unsettled: bool,
     mutation: Option<Mutation>,
-}
-
-impl Pending {
-    /// Parts that are not there yet.
-    fn lacks_parts(&self) -> bool {
-        let whole = self.parts.first().and_then(|(_, ask)| ask.part);
-        whole.is_some_and(|it| self.parts.len() < it.parts as usize)
-    }
-
-    fn is_of(&self, process: ProcessId) -> bool {
-        self.parts.iter().any(|(it, _)| *it == process)
-    }
-
-    /// What it needs, by device.
-    fn needs(&self) -> BTreeMap<String, u64> {
-        let mut needs: BTreeMap<String, u64> = BTreeMap::new();
-        for (_, ask) in &self.parts {
-            let sum = needs.entry(ask.device.clone()).or_default();
-            *sum = sum.saturating_add(ask.need);
-        }
-        needs
-    }
-
-    fn needs_of(&self, uuid: &str) -> u64 {
-        let own = self.parts.iter().filter(|(_, ask)| ask.device == uuid);
-        own.fold(0, |sum, (_, ask)| sum.saturating_add(ask.need))
-    }
-
-    fn is_on(&self, uuid: &str) -> bool {
-        self.parts.iter().any(|(_, ask)| ask.device == uuid)
-    }
-
-    /// The answer to all of its parts but these.
-    fn answer(&self, bytes: &[u64], but: impl Fn(ProcessId, u32) -> bool, out: &mut Vec<Command>) {
-        for (n, ((process, _), ticket)) in self.parts.iter().zip(&self.tickets).enumerate() {
-            if !but(*process, *ticket) {
-                out.push(Command::Grant {
-                    process: *process,
-                    ticket: *ticket,
-                    bytes: bytes.get(n).copied().unwrap_or(0),
-                });
-            }
-        }
-    }
 }
 
 impl Tenant {
@@ -699,14 +354,6 @@ impl Broker {
     }
 
     /// The requests of a tenant, oldest first.
-    fn asks_of(&self, tenant: TenantId) -> impl Iterator<Item = (&AskKey, &Pending)> {
-        self.asks.range((tenant, 0)..=(tenant, u64::MAX))
-    }
-
-    fn has_asked(&self, tenant: TenantId) -> bool {
-        self.asks_of(tenant).next().is_some()
-    }
-
     fn apply(&mut self, now: Micros, event: Event, out: &mut Vec<Command>) {
         match event {
             Event::Tick => {}
@@ -946,69 +593,6 @@ impl Broker {
         self.advance(now, process.tenant, out);
     }
 
-    fn asked(
-        &mut self,
-        now: Micros,
-        process: ProcessId,
-        ticket: u32,
-        mut ask: Ask,
-        out: &mut Vec<Command>,
-    ) {
-        if self.has(Mutation::PartByPart) {
-            ask.part = None;
-        }
-        let tenant = self.accounting.tenant_of(process);
-        let whole = ask.part.map_or(1, |it| it.parts);
-        let room = |id: &TenantId| {
-            let asks = || self.asks_of(*id).flat_map(|(_, it)| &it.parts);
-            self.tenants.contains_key(id)
-                && (1..=MAX_PARTS).contains(&whole)
-                && asks().count() < MAX_ASKS.1
-                && asks().filter(|it| it.0 == process).count() < MAX_ASKS.0
-        };
-        let Some(tenant) = tenant.filter(room) else {
-            let bytes = 0;
-            return out.push(Command::Grant {
-                process,
-                ticket,
-                bytes,
-            });
-        };
-        self.accounting.meet_device(&ask);
-        let since = (self.tenants.get(&tenant)).map_or(now, |it| it.lacks_since(now));
-        let mut own = (self.asks.range_mut((tenant, 0)..=(tenant, u64::MAX))).map(|it| it.1);
-        let meets = |it: &&mut Pending| it.parts[0].1.part == ask.part && it.lacks_parts();
-        if ask.part.is_some()
-            && let Some(pending) = own.find(meets)
-        {
-            pending.parts.push((process, ask));
-            pending.tickets.push(ticket);
-            if !pending.lacks_parts() {
-                pending.since = since;
-            }
-            return;
-        }
-        self.asked += 1;
-        let mut pending = Pending {
-            parts: vec![(process, ask)],
-            tickets: vec![ticket],
-            since,
-            trimmed: false,
-        };
-        if pending.lacks_parts() {
-            // The others have this long, also after a connection was lost.
-            pending.since = now;
-        }
-        self.asks.insert((tenant, self.asked), pending);
-    }
-
-    /// Refuses requests whose other parts do not come.
-    fn refuse_parts(&mut self, now: Micros, out: &mut Vec<Command>) {
-        let late = |it: &Pending| it.lacks_parts() && now >= it.since + MEET;
-        let late = self.asks.extract_if(.., |_, pending| late(pending));
-        late.for_each(|(_, it)| it.answer(&[], |_, _| false, out));
-    }
-
     /// Orders processes, of one tenant or all, to give back leases that are not used.
     fn trim(&mut self, now: Micros, of: Option<TenantId>, out: &mut Vec<Command>) {
         if of.is_none() {
@@ -1160,90 +744,6 @@ impl Broker {
             true => Some(self.looked + self.pause()),
             false => next,
         }
-    }
-
-    /// Moves the origin of time to `now` less `horizon`; what is longer ago counts as that long ago. For model checking: two
-    /// brokers in which everything is equally long ago are equal then.
-    pub fn rebase(&mut self, now: Micros, horizon: Micros) {
-        let at = |time: &mut Micros| *time = (*time + horizon).saturating_sub(now);
-        let maybe = |time: &mut Option<Micros>| time.iter_mut().for_each(at);
-        for tenant in self.tenants.values_mut() {
-            at(&mut tenant.activity.idle_since);
-            match &mut tenant.place {
-                Place::Leaving(leaving) => {
-                    at(&mut leaving.round.began);
-                    at(&mut leaving.round.deadline);
-                    if let Gates::Closed(time) | Gates::Open(time) = &mut leaving.gates {
-                        at(time);
-                    }
-                    maybe(&mut leaving.drains);
-                    maybe(&mut leaving.report);
-                }
-                Place::Returning(round) => {
-                    at(&mut round.began);
-                    at(&mut round.deadline);
-                }
-                Place::Home | Place::Away { .. } => {}
-            }
-            maybe(&mut tenant.wants_since);
-            tenant.host_full.iter_mut().for_each(|(since, _)| at(since));
-            at(&mut tenant.home_since);
-            at(&mut tenant.joined);
-            if let Some((since, until)) = &mut tenant.lost {
-                at(since);
-                at(until);
-            }
-            if let Some(((_, age), since)) = &mut tenant.passed {
-                at(age);
-                at(since);
-            }
-            at(&mut tenant.not_before);
-            at(&mut tenant.back_not_before);
-            at(&mut tenant.take_not_before);
-            (tenant.sleeps.iter_mut().chain(&mut tenant.wakes)).for_each(|(_, since)| at(since));
-        }
-        for process in self.processes.values_mut() {
-            maybe(&mut process.reclaimed);
-            maybe(&mut process.dropped);
-            process.trim.iter_mut().for_each(|(_, since)| at(since));
-        }
-        for pending in self.asks.values_mut() {
-            at(&mut pending.since);
-        }
-        for reclaim in self.reclaims.values_mut() {
-            at(&mut reclaim.until);
-        }
-        self.accounting.times().for_each(at);
-        self.accounting.expect_nothing();
-        maybe(&mut self.trimmed);
-        at(&mut self.looked);
-    }
-
-    /// Gives orders that are awaited, and requests, the smallest names, which are new only to each other. For model checking, as
-    /// [`Self::rebase`]. The new names of orders by the old ones.
-    pub fn rename_ops(&mut self) -> BTreeMap<u64, u64> {
-        let mut names = BTreeMap::new();
-        let rounds = self
-            .tenants
-            .values_mut()
-            .filter_map(|tenant| match &mut tenant.place {
-                Place::Leaving(leaving) => Some(&mut leaving.round.op),
-                Place::Returning(round) => Some(&mut round.op),
-                Place::Home | Place::Away { .. } => None,
-            });
-        let reclaims = self.reclaims.values_mut().map(|it| &mut it.op);
-        let trims = self.processes.values_mut();
-        let trims = trims.filter_map(|it| Some(&mut it.trim.as_mut()?.0));
-        for op in rounds.chain(reclaims.filter(|op| **op != 0)).chain(trims) {
-            let new = names.len() as u64 + 1;
-            *op = *names.entry(*op).or_insert(new);
-        }
-        self.ops = names.len() as u64;
-        self.asks = (std::mem::take(&mut self.asks).into_iter().zip(1..))
-            .map(|(((tenant, _), pending), place)| ((tenant, place), pending))
-            .collect();
-        self.asked = self.asks.len() as u64;
-        names
     }
 
     /// Bytes of a device that tenants can be guaranteed together now, and what each of them is guaranteed or has pinned; none of

@@ -3,26 +3,22 @@
 //! A device's capacity comes from its driver (NVML). While no driver has reported it, the largest total that a process
 //! reports stands in: a wrong report can then weaken limits, but never keep memory from others.
 
+mod device;
 mod shown;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::model::{Mutation, ProcessId};
+use device::{Absent, Device, context};
+pub use device::{CONTEXT, LEAVE, RESERVE, overhead};
+
+use super::{
+    messages::{Ask, Droppable, Kept},
+    model::{Mutation, ProcessId},
+};
 use crate::{
     Micros, TenantId,
     ledger::{Denied, Entry, Holding, Kind, Ledger, Overcommitted, Share},
 };
-
-/// What a context occupies beside the memory that its program asks for: 520 MiB measured on an H100 (driver
-/// 580.159), and some for what libraries load into it.
-pub const CONTEXT: u64 = 544 << 20;
-
-/// Left free on every device, for what cannot be predicted; at most a 64th of it. Besides, there is always room for one context
-/// more, or no further program could begin.
-pub const RESERVE: u64 = 256 << 20;
-
-/// How long the driver may take to free the memory of a process that has ended: up to about a second for 140 GiB.
-pub const LEAVE: Micros = Micros::from_secs(5);
 
 /// How long memory that was there before this accounting began may be of tenants of the last daemon: from the first session on, and
 /// while there is none.
@@ -33,47 +29,6 @@ const MAX_DEVICES: usize = 64;
 
 /// The largest capacity that is believed: 16 TiB.
 const MAX_CAPACITY: u64 = 1 << 44;
-
-/// One device.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Device {
-    ledger: Ledger,
-    capacity: u64,
-    /// The driver has reported the capacity.
-    measured: bool,
-    /// Compute contexts, by process.
-    contexts: BTreeMap<ProcessId, u32>,
-    /// What the driver reports beyond all that is accounted for: foreign processes, code, contexts larger than most. The
-    /// lesser of the last two looks, since what is freed or moved between a look and a report is in one account only.
-    foreign: u64,
-    /// The same by the last look alone; none before the first.
-    last_look: Option<u64>,
-    /// What counts as foreign may be of tenants that have not returned yet.
-    awaits: bool,
-    /// Memory of processes that have ended, which the driver may not have freed yet: until when that is expected, and bytes. The
-    /// oldest first.
-    leaving: Vec<(Micros, u64)>,
-    /// Memory of processes that live and have no connection. The oldest first.
-    absent: Vec<Absent>,
-    /// What tenants will bring from other devices: it is taken until they have.
-    arriving: BTreeMap<TenantId, u64>,
-    /// What processes of tenants had that is kept over their end, and that no process has now.
-    kept: BTreeMap<TenantId, u64>,
-    /// What processes have inherited of others whose end is not known yet.
-    taken_over: BTreeMap<TenantId, u64>,
-}
-
-/// What a process has that lives and has no connection.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Absent {
-    process: ProcessId,
-    tenant: TenantId,
-    /// Until when a connection is expected.
-    until: Micros,
-    bytes: u64,
-    /// What of that is kept over its end.
-    kept: u64,
-}
 
 /// What a process has, and whose it is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -86,28 +41,6 @@ struct Member {
     kept: BTreeMap<String, Kept>,
     /// What it has inherited so far.
     inherited: BTreeMap<String, u64>,
-}
-
-/// What of a process's pinned memory is kept over its end for the tenant's next process, in bytes.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash,
-)]
-pub struct Kept {
-    /// All of it.
-    pub bytes: u64,
-    /// The part that an earlier process left.
-    pub inherited: u64,
-}
-
-/// What of a process's movable memory can be freed without a copy, in bytes.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash,
-)]
-pub struct Droppable {
-    /// It has no contents.
-    pub free: u64,
-    /// The program can make its contents anew.
-    pub cached: u64,
 }
 
 /// All devices and processes.
@@ -144,186 +77,6 @@ pub struct Line {
     pub free: u64,
     /// Every tenant's part.
     pub entries: Vec<(TenantId, Entry)>,
-}
-
-/// A request for memory on one device.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash)]
-pub struct Ask {
-    /// UUID of the device.
-    pub device: String,
-    /// What the process reports as the device's capacity, in bytes.
-    pub total: u64,
-    /// Fewer bytes than this are of no use.
-    pub need: u64,
-    /// More bytes than this are not wanted now.
-    pub want: u64,
-    /// Whether the memory can be moved.
-    pub kind: Kind,
-    /// It is a part of a request.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub part: Option<Part>,
-}
-
-/// A request for memory of several devices or processes of one tenant is granted when there is room for all its parts, or not at all.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash)]
-pub struct Part {
-    /// The tenant's name for the request.
-    pub of: u64,
-    /// How many parts it has.
-    pub parts: u32,
-}
-
-/// What of a device is never handed out: the reserve, and room for one context more. A device this small is an emulated one,
-/// whose contexts are small too.
-pub fn overhead(capacity: u64) -> u64 {
-    RESERVE.min(capacity / 64) + context(capacity)
-}
-
-/// What one context occupies on a device of so many bytes.
-fn context(capacity: u64) -> u64 {
-    CONTEXT.min(capacity / 16)
-}
-
-impl Device {
-    fn new(capacity: u64, awaits: bool) -> Self {
-        let mut device = Self {
-            ledger: Ledger::new(capacity),
-            capacity,
-            measured: false,
-            contexts: BTreeMap::new(),
-            foreign: 0,
-            last_look: None,
-            awaits,
-            leaving: Vec::new(),
-            absent: Vec::new(),
-            arriving: BTreeMap::new(),
-            kept: BTreeMap::new(),
-            taken_over: BTreeMap::new(),
-        };
-        device.occupy();
-        device
-    }
-
-    fn occupy(&mut self) {
-        let (overhead, occupies) = (overhead(self.capacity), self.occupied_by_others());
-        self.ledger.occupy(
-            self.in_contexts()
-                .saturating_add(occupies)
-                .saturating_add(self.in_arriving())
-                .saturating_add(overhead),
-        );
-        let absent: u64 = self.absent.iter().map(|it| it.bytes).sum();
-        self.ledger
-            .leave_unclaimed((self.foreign - occupies).saturating_add(absent));
-    }
-
-    /// What is foreign for certain.
-    fn occupied_by_others(&self) -> u64 {
-        match self.awaits {
-            true => 0,
-            false => self.foreign,
-        }
-    }
-
-    fn resize(&mut self, capacity: u64) {
-        self.capacity = capacity;
-        self.ledger.resize(capacity);
-        self.occupy();
-    }
-
-    fn in_contexts(&self) -> u64 {
-        let contexts: u64 = self.contexts.values().map(|n| u64::from(*n)).sum();
-        contexts.saturating_mul(context(self.capacity))
-    }
-
-    /// The driver reports that so much is used.
-    fn look(&mut self, time: Micros, used: u64) {
-        self.leaving.retain(|(until, _)| time < *until);
-        // What is granted may not be made yet: it takes nothing from what is leaving.
-        self.left(self.in_leaving().saturating_sub(used));
-        let accounted = self.in_contexts().saturating_add(self.ledger.physical());
-        let mut beyond = used.saturating_sub(accounted);
-        self.absent.retain_mut(|it| {
-            if time >= it.until {
-                // The last look saw it, too.
-                self.last_look = self.last_look.map(|last| last.saturating_add(it.bytes));
-                return false;
-            }
-            // What is not there any more was freed.
-            it.bytes = it.bytes.min(beyond);
-            beyond -= it.bytes;
-            it.bytes > 0
-        });
-        let expected = self.in_leaving().saturating_add(self.in_arriving());
-        let now = beyond.saturating_sub(expected);
-        // What is beyond the last look may be a part of what is on its way back.
-        let came = now.saturating_sub(self.last_look.unwrap_or(0));
-        let now = now - came.min(self.ledger.expected());
-        self.foreign = now.min(self.last_look.unwrap_or(now));
-        self.last_look = Some(now);
-        self.occupy();
-    }
-
-    fn in_arriving(&self) -> u64 {
-        self.arriving.values().copied().fold(0, u64::saturating_add)
-    }
-
-    fn in_leaving(&self) -> u64 {
-        self.leaving.iter().map(|(_, bytes)| *bytes).sum()
-    }
-
-    /// A process that had this has ended: the driver frees its memory within [`LEAVE`], but for what is kept.
-    fn ended(&mut self, now: Micros, it: &Absent, at_once: bool) {
-        let kept = it.kept.min(it.bytes);
-        let left = kept - self.pass_on(it.tenant, kept);
-        if left > 0 {
-            let all = self.kept.entry(it.tenant).or_default();
-            *all = all.saturating_add(left);
-        }
-        if it.bytes > kept && !at_once {
-            self.leaving.push((now + LEAVE, it.bytes - kept));
-        }
-    }
-
-    /// Of so much that a process leaves, what another one has inherited already.
-    fn pass_on(&mut self, tenant: TenantId, bytes: u64) -> u64 {
-        let Some(taken) = self.taken_over.get_mut(&tenant) else {
-            return 0;
-        };
-        let part = bytes.min(*taken);
-        *taken -= part;
-        if *taken == 0 {
-            self.taken_over.remove(&tenant);
-        }
-        part
-    }
-
-    /// So much of the memory of processes that have ended is not with them any more.
-    fn left(&mut self, mut bytes: u64) {
-        for (_, of) in &mut self.leaving {
-            let part = bytes.min(*of);
-            *of -= part;
-            bytes -= part;
-        }
-        self.leaving.retain(|(_, of)| *of > 0);
-    }
-
-    /// So much of what the last looks took for foreign belongs to a tenant: it was allocated before this accounting began. Or the
-    /// process that has it was without connection, or was taken for ended.
-    fn adopt(&mut self, tenant: TenantId, mut bytes: u64) {
-        for it in self.absent.iter_mut().filter(|it| it.tenant == tenant) {
-            let part = bytes.min(it.bytes);
-            it.bytes -= part;
-            bytes -= part;
-        }
-        self.absent.retain(|it| it.bytes > 0);
-        let leaving = self.in_leaving().min(bytes);
-        self.left(leaving);
-        let bytes = bytes - leaving;
-        self.foreign = self.foreign.saturating_sub(bytes);
-        self.last_look = self.last_look.map(|last| last.saturating_sub(bytes));
-        self.occupy();
-    }
 }
 
 impl Member {

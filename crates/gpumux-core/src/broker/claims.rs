@@ -3,9 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ASKS_LOOKED_AT, Ask, AskKey, Broker, Command, LOOK, MemoryPolicy, Micros, PATIENCE,
-    PATIENCE_FOR_TURNS, Place, TRIM, TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
+    Broker, Command, LOOK, MemoryPolicy, Micros, PATIENCE, PATIENCE_FOR_TURNS, Place, TRIM,
+    TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
+    messages::Ask,
     model::{Age, Mutation, ProcessId, Round, Step},
+    request::{AskKey, MAX_ASKS, MAX_PARTS, MEET, Pending},
     turn,
 };
 use crate::{
@@ -16,6 +18,9 @@ use crate::{
 /// A tenant of a lower class takes the memory of one of a higher only after so many turns: between them memory is divided
 /// about ten to one where it does not suffice for both.
 pub(super) const CLASS_TURNS: u64 = 10;
+
+/// The oldest requests of a tenant that are looked at.
+const ASKS_LOOKED_AT: usize = 16;
 
 /// What a tenant lacks.
 pub(super) struct Claim {
@@ -72,6 +77,77 @@ pub(super) struct Aside {
 }
 
 impl Broker {
+    pub(super) fn asks_of(&self, tenant: TenantId) -> impl Iterator<Item = (&AskKey, &Pending)> {
+        self.asks.range((tenant, 0)..=(tenant, u64::MAX))
+    }
+
+    pub(super) fn has_asked(&self, tenant: TenantId) -> bool {
+        self.asks_of(tenant).next().is_some()
+    }
+
+    pub(super) fn asked(
+        &mut self,
+        now: Micros,
+        process: ProcessId,
+        ticket: u32,
+        mut ask: Ask,
+        out: &mut Vec<Command>,
+    ) {
+        if self.has(Mutation::PartByPart) {
+            ask.part = None;
+        }
+        let tenant = self.accounting.tenant_of(process);
+        let whole = ask.part.map_or(1, |it| it.parts);
+        let room = |id: &TenantId| {
+            let asks = || self.asks_of(*id).flat_map(|(_, it)| &it.parts);
+            self.tenants.contains_key(id)
+                && (1..=MAX_PARTS).contains(&whole)
+                && asks().count() < MAX_ASKS.1
+                && asks().filter(|it| it.0 == process).count() < MAX_ASKS.0
+        };
+        let Some(tenant) = tenant.filter(room) else {
+            let bytes = 0;
+            return out.push(Command::Grant {
+                process,
+                ticket,
+                bytes,
+            });
+        };
+        self.accounting.meet_device(&ask);
+        let since = (self.tenants.get(&tenant)).map_or(now, |it| it.lacks_since(now));
+        let mut own = (self.asks.range_mut((tenant, 0)..=(tenant, u64::MAX))).map(|it| it.1);
+        let meets = |it: &&mut Pending| it.parts[0].1.part == ask.part && it.lacks_parts();
+        if ask.part.is_some()
+            && let Some(pending) = own.find(meets)
+        {
+            pending.parts.push((process, ask));
+            pending.tickets.push(ticket);
+            if !pending.lacks_parts() {
+                pending.since = since;
+            }
+            return;
+        }
+        self.asked += 1;
+        let mut pending = Pending {
+            parts: vec![(process, ask)],
+            tickets: vec![ticket],
+            since,
+            trimmed: false,
+        };
+        if pending.lacks_parts() {
+            // The others have this long, also after a connection was lost.
+            pending.since = now;
+        }
+        self.asks.insert((tenant, self.asked), pending);
+    }
+
+    /// Refuses requests whose other parts do not come.
+    pub(super) fn refuse_parts(&mut self, now: Micros, out: &mut Vec<Command>) {
+        let late = |it: &Pending| it.lacks_parts() && now >= it.since + MEET;
+        let late = self.asks.extract_if(.., |_, pending| late(pending));
+        late.for_each(|(_, it)| it.answer(&[], |_, _| false, out));
+    }
+
     /// All claims, in the order in which they are served.
     fn claims(&self) -> Vec<Claim> {
         let mut claims = Vec::new();

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Activity, Broker, Command, Micros, Order, Pending, Place, RECLAIM, RECLAIM_PAUSE, TRIM_HEDGE,
+    Activity, Broker, Command, Micros, Order, Place, RECLAIM, RECLAIM_PAUSE, TRIM_HEDGE,
     TRIM_PAUSE, Tenant, TenantId,
     claims::{Aside, CLASS_TURNS, Claim},
     model::{Mutation, ProcessId, Why},
+    request::Pending,
     turn,
 };
 use crate::{
