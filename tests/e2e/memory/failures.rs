@@ -74,6 +74,38 @@ fn programs_that_start_at_once_find_room_for_their_contexts() {
 }
 
 /// The driver takes memory that no program asks for.
+/// Its daemon was killed before its first call. What others took meanwhile, only the next daemon can move.
+#[test]
+fn program_begun_between_daemons_finds_room_for_its_context() {
+    if real() {
+        eprintln!("SKIPPED: it fills the device");
+        return;
+    }
+    let mut node = Node::with_memory(256 << 20);
+    let program = "import sys\nsys.stdin.readline()\nprint('begins', flush=True)\nuse_device()";
+    let Some(command) = python(&node, program) else {
+        return;
+    };
+    let idle = |memory: &str| format!("gpumux workload idle --seconds 600 --memory {memory}");
+    let _holder = Process::start(&mut node.tenant("--name holder", &idle("150MiB")));
+    node.wait_tenant("holder", |it| bytes(it, "in_use") >= 150 << 20);
+    let mut late = Process::start(&mut node.tenant("--name late", &command));
+    wait_for("its tenant", PATIENCE, || node.find_tenant("late"));
+    node.kill_daemon();
+    let ready = node.dir().join("ready");
+    let hog = idle("82MiB").replace("gpumux", &gpumux_tests::binary().display().to_string());
+    let hog = format!("{hog} --ready-file {}", ready.display());
+    let _hog = Process::start(&mut node.on_device(hog.split(' ')));
+    wait_for("the device to be full", PATIENCE, || {
+        ready.exists().then_some(())
+    });
+    late.write("\n");
+    late.wait_lines(1);
+    std::thread::sleep(Duration::from_secs(1));
+    node.start_daemon();
+    late.finish().ok();
+}
+
 #[test]
 fn programs_find_room_for_their_streams_and_code() {
     const PROGRAM: &str = r#"

@@ -543,6 +543,11 @@ impl Broker {
     /// A move to the host has ended, for all processes or not.
     fn left(&mut self, now: Micros, id: TenantId, refused: Option<String>, out: &mut Vec<Command>) {
         let swapped = self.accounting.all_swapped(id);
+        let Some(Place::Leaving(leaving)) = self.tenants.get(&id).map(|it| &it.place) else {
+            return;
+        };
+        let freed = |uuid: &String| leaving.freed(uuid, self.movable(id, uuid)) > 0;
+        let gave_nothing = leaving.why == Why::Room && !leaving.parts.keys().any(freed);
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
@@ -562,8 +567,8 @@ impl Broker {
         tenant.place = Place::Away { asked };
         let error = match refused {
             Some(why) => Some(MoveError::Busy(why)),
-            // What it was granted and does not use cannot be moved.
-            None if more && bytes == 0 && !by_user => {
+            // What it was granted and does not use cannot be moved, nor what a pool keeps that the driver cannot divide.
+            None if bytes == 0 && (gave_nothing || more && !by_user) => {
                 Some(MoveError::Busy("it has nothing more".into()))
             }
             None => None,

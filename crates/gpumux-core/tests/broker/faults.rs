@@ -115,6 +115,31 @@ pub(crate) fn a_stopped_victim_delays_others_only_once() {
     }
 }
 
+/// What it reports to be movable may be in use again, or in a pool that the driver cannot divide.
+#[test]
+fn victim_that_has_nothing_to_move_is_asked_less_and_less() {
+    let mut world = World::new(10 * GIB);
+    for id in 1..=2 {
+        world.tenant(id, Class::Batch, 0);
+        assert_eq!(world.allocate(id, 4 * GIB), 4 * GIB);
+    }
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::MovesNothing;
+    // Only with what both have is there room for it, and both rest now and then.
+    let third = world.tenant(3, Class::Batch, 0);
+    world.ask(third, 1, 8 * GIB);
+    for _ in 0..150 {
+        for (busy, time) in [(false, 300), (true, 100)] {
+            (1..=2).for_each(|id| world.set_busy(id, busy));
+            world.run_for(Micros::from_millis(time));
+        }
+    }
+    for id in [1, 2] {
+        let outs = world.moves.iter();
+        let outs = outs.filter(|it| it.1 == TenantId(id) && it.2).count();
+        assert!((1..16).contains(&outs), "{id} was moved {outs} times");
+    }
+}
+
 #[test]
 pub(crate) fn an_order_does_not_outlive_its_asker() {
     let mut world = World::new(10 * GIB);
