@@ -14,12 +14,14 @@ use std::{
 use gpumux_core::{
     Class, Control, Costs, Demand, DomainId, DomainState, Micros, Progress, RunState, Snapshot,
     TenantId, TenantSpec, TenantState, Timeslice, UserId,
-    broker::{self, Activity, Ask, Broker, Order, ProcessId, Reply, Terms},
+    broker::{self, Activity, Ask, Broker, ProcessId, Terms},
     controller::{BACKOFF, Command, Controller, DEADLINE, Event, Mutation, NewDomain, Outcome},
     fractions,
-    ledger::{Holding, Kind},
+    ledger::Kind,
     policy, space,
 };
+
+use memory::{Happens, Process};
 
 thread_local! {
     /// The fault that controllers of this thread have.
@@ -46,6 +48,29 @@ const DEFERRED: Micros = Micros::from_millis(5);
 
 /// How long a gang may run on one of its devices only: while the controls of a handover are issued.
 const PART: Micros = Micros::from_millis(20);
+
+/// How late things are noticed. As in the simulator, also while a control is under way.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Late {
+    /// Each packet between the daemon and a process takes up to so long, and none overtakes another.
+    pub(crate) packets: Micros,
+    /// Pages are looked at so long after they have changed, or before a control.
+    pub(crate) looks: Micros,
+    /// A process's end is noticed after so long, and its tenant's after as long again.
+    pub(crate) ends: Micros,
+}
+
+impl Late {
+    /// In µs.
+    pub(crate) const fn of(packets: u64, looks: u64, ends: u64) -> Self {
+        let (packets, looks, ends) = (Micros(packets), Micros(looks), Micros(ends));
+        Self {
+            packets,
+            looks,
+            ends,
+        }
+    }
+}
 
 /// How a group's controls behave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +99,8 @@ pub(crate) struct Group {
     tampered: Micros,
     /// Since when it has waited with work, its memory there and its controls working.
     waits: Option<Micros>,
+    /// What its program had done, and when its work had come, at the last look.
+    seen: (Progress, Option<Micros>),
 }
 
 #[derive(Clone, Debug)]
@@ -84,14 +111,9 @@ struct Tenant {
     busy: bool,
     progress: Progress,
     idle_since: Micros,
-    /// What its process has, by device.
-    holding: BTreeMap<usize, Holding>,
-    /// Its process answers no order.
-    stopped: bool,
-    /// Until then it carries out an order: one after the other.
-    at_work: Micros,
-    mailbox: Vec<(u64, Order)>,
-    kept: u64,
+    /// When its work came, after a pause.
+    came: Option<Micros>,
+    process: Process,
     /// Since when it has work and its memory is away.
     away: Option<Micros>,
 }
@@ -99,9 +121,13 @@ struct Tenant {
 #[derive(Clone, Debug)]
 enum Due {
     Ended(Command),
-    Broker(broker::Event),
-    /// A process may carry out its next orders.
-    Next(ProcessId),
+    /// A process's packet comes.
+    Packet(ProcessId, broker::Event),
+    Process(ProcessId, Happens),
+    Look,
+    /// The end of a process, or of a tenant, is noticed.
+    Left(u64),
+    Forgotten(u64),
 }
 
 /// What a world has seen.
@@ -116,6 +142,8 @@ pub(crate) struct Seen {
 
 pub(crate) struct World {
     pub(crate) now: Micros,
+    /// Set before there are tenants.
+    pub(crate) late: Late,
     pub(crate) controller: Controller,
     broker: Broker,
     pub(crate) groups: BTreeMap<DomainId, Group>,
@@ -124,6 +152,8 @@ pub(crate) struct World {
     queue: BTreeMap<(Micros, u64), Due>,
     sequence: u64,
     tickets: u32,
+    /// Groups so far: each has a name of its own.
+    made: u64,
     checked: Micros,
     devices: usize,
     /// Until then a control of a group that is gone may hang.
@@ -160,6 +190,7 @@ impl World {
         }
         Self {
             now,
+            late: Late::default(),
             controller,
             broker,
             groups: BTreeMap::new(),
@@ -168,6 +199,7 @@ impl World {
             queue: BTreeMap::new(),
             sequence: 0,
             tickets: 0,
+            made: 0,
             checked: now,
             devices,
             hung: Micros::ZERO,
@@ -194,9 +226,10 @@ impl World {
     ) {
         let tenant = TenantId(id);
         self.declare(id, user, spec.clone());
-        let groups = devices
-            .iter()
-            .map(|device| DomainId(id * 8 + *device as u64));
+        let groups = devices.iter().map(|_| {
+            self.made += 1;
+            DomainId(self.made)
+        });
         let groups: Vec<DomainId> = groups.collect();
         let known = Tenant {
             user,
@@ -205,15 +238,13 @@ impl World {
             busy: false,
             progress: Progress::default(),
             idle_since: self.now,
-            holding: BTreeMap::new(),
-            stopped: false,
-            at_work: Micros::ZERO,
-            mailbox: Vec::new(),
-            kept: 0,
+            came: None,
+            process: Process::default(),
             away: None,
         };
         self.tenants.insert(id, known);
         self.memory(broker::Event::Joined(ProcessId(id), tenant));
+        self.memory(broker::Event::Confirms(ProcessId(id)));
         for (&device, id) in devices.iter().zip(groups) {
             // The driver library of each process that joins sets the timeslice, of all.
             for other in self.groups.values_mut() {
@@ -232,6 +263,7 @@ impl World {
                 hung: None,
                 tampered: Micros::ZERO,
                 waits: None,
+                seen: Default::default(),
             };
             self.groups.insert(id, group);
             let new = NewDomain {
@@ -253,48 +285,61 @@ impl World {
         self.tenants.contains_key(&id)
     }
 
+    /// A tenant whose process lives.
+    fn alive(&mut self, id: u64) -> Option<&mut Tenant> {
+        self.tenants.get_mut(&id).filter(|it| !it.process.ended)
+    }
+
     pub(crate) fn set_busy(&mut self, id: u64, busy: bool) {
         let now = self.now;
-        let Some(tenant) = self.tenants.get_mut(&id).filter(|it| it.busy != busy) else {
-            return;
-        };
-        (tenant.busy, tenant.idle_since) = (busy, now);
-        for group in tenant.groups.clone() {
-            let demand = if busy { Demand::Busy } else { Demand::Idle };
-            self.controller.handle(now, Event::Demand(group, demand));
+        if let Some(tenant) = self.alive(id).filter(|it| it.busy != busy) {
+            if busy && tenant.idle_since + Progress::GAP <= now {
+                tenant.came = Some(now);
+            }
+            (tenant.busy, tenant.idle_since) = (busy, now);
+            self.due(self.late.looks, Due::Look);
         }
-        self.settle();
     }
 
     /// Its program has waited for so many pieces of work, which took so long.
     pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros, waits: Micros) {
-        let Some(tenant) = self.tenants.get_mut(&id) else {
-            return;
-        };
-        tenant.progress.waits += 1;
-        tenant.progress.pieces += pieces;
-        tenant.progress.busy += time;
-        tenant.progress.waited_us += waits.0 as u32;
-        tenant.progress.submitted += pieces;
-        self.report_progress(id);
+        if let Some(tenant) = self.alive(id) {
+            tenant.progress.waits += 1;
+            tenant.progress.pieces += pieces;
+            tenant.progress.busy += time;
+            self.submitted(id, pieces, waits);
+        }
     }
 
     /// Its program has submitted so many pieces of work, waited for so long, and not for all of them.
     pub(crate) fn submitted(&mut self, id: u64, pieces: u64, waits: Micros) {
-        if let Some(tenant) = self.tenants.get_mut(&id) {
+        if let Some(tenant) = self.alive(id) {
             tenant.progress.submitted += pieces;
             tenant.progress.waited_us += waits.0 as u32;
-            self.report_progress(id);
+            self.due(self.late.looks, Due::Look);
         }
     }
 
-    fn report_progress(&mut self, id: u64) {
-        let (now, tenant) = (self.now, &self.tenants[&id]);
-        for group in tenant.groups.clone() {
-            let event = Event::Progress(group, tenant.progress);
-            self.controller.handle(now, event);
+    /// Pages are looked at.
+    fn look(&mut self) {
+        for (id, group) in &mut self.groups {
+            let tenant = &self.tenants[&group.tenant];
+            let (progress, came) = (tenant.progress, tenant.came);
+            let before = std::mem::replace(&mut group.seen, (progress, came));
+            let arrival = came.filter(|_| came != before.1);
+            let progress = Some(progress).filter(|it| *it != before.0);
+            let demand = if tenant.busy {
+                Demand::Busy
+            } else {
+                Demand::Idle
+            };
+            let at_work = tenant.busy && !group.frozen;
+            let news = arrival.map(|at| Event::Arrival(*id, at)).into_iter();
+            let news = news.chain(progress.map(|it| Event::Progress(*id, it)));
+            for event in news.chain([Event::Demand(*id, demand), Event::AtWork(*id, at_work)]) {
+                self.controller.handle(self.now, event);
+            }
         }
-        self.settle();
     }
 
     /// A tenant's group on its first device.
@@ -318,13 +363,15 @@ impl World {
     }
 
     pub(crate) fn set_stopped(&mut self, id: u64, stopped: bool) {
-        if let Some(tenant) = self.tenants.get_mut(&id) {
-            tenant.stopped = stopped;
+        if let Some(tenant) = self.alive(id) {
+            tenant.process.stopped = stopped;
             if !stopped {
-                self.deliver_waiting(ProcessId(id));
+                let waiting = std::mem::take(&mut tenant.process.mailbox);
+                waiting
+                    .into_iter()
+                    .for_each(|it| self.happens(ProcessId(id), it));
             }
         }
-        self.settle();
     }
 
     /// A tenant's spec becomes this one.
@@ -378,29 +425,44 @@ impl World {
         self.settle();
     }
 
-    /// A tenant's process ends.
+    /// A tenant's process ends. The daemon keeps its files, and so its groups, until it notices.
     pub(crate) fn kill(&mut self, id: u64) {
-        let Some(tenant) = self.tenants.remove(&id) else {
-            return;
-        };
-        for group in tenant.groups {
+        if let Some(tenant) = self.alive(id) {
+            tenant.process.ended = true;
+            self.due(self.late.ends, Due::Left(id));
+        }
+    }
+
+    /// The end of a tenant's process is noticed: what it sent before, and was not read, is read no more.
+    fn leave(&mut self, id: u64) {
+        let process = ProcessId(id);
+        (self.queue).retain(
+            |_, due| !matches!(due, Due::Packet(of, _) | Due::Process(of, _) if *of == process),
+        );
+        let tenant = self.tenants.get_mut(&id).expect("it is forgotten later");
+        tenant.process.holding.clear();
+        for group in std::mem::take(&mut tenant.groups) {
             let was = self.groups.remove(&group);
             if was.is_some_and(|it| it.manner == Manner::Hangs || it.hung.is_some()) {
                 self.hung = self.now + DEADLINE + SOON;
             }
             self.controller.handle(self.now, Event::Gone(group));
         }
-        self.queue.retain(|_, due| {
-            !matches!(due, Due::Broker(
-                broker::Event::Reply(it, ..) | broker::Event::Keeps(it, _) | broker::Event::Holds { process: it, .. }
-            ) if it.0 == id)
-        });
-        self.freezing.remove(&TenantId(id));
-        self.controller
-            .handle(self.now, Event::TenantGone(TenantId(id)));
-        self.memory(broker::Event::Left(ProcessId(id)));
-        self.memory(broker::Event::TenantGone(TenantId(id)));
-        self.settle();
+        self.memory(broker::Event::Left(process));
+        self.due(self.late.ends, Due::Forgotten(id));
+    }
+
+    fn forget(&mut self, id: u64) {
+        let tenant = TenantId(id);
+        self.tenants.remove(&id);
+        self.freezing.remove(&tenant);
+        self.controller.handle(self.now, Event::TenantGone(tenant));
+        self.memory(broker::Event::TenantGone(tenant));
+    }
+
+    fn due(&mut self, delay: Micros, due: Due) {
+        self.sequence += 1;
+        self.queue.insert((self.now + delay, self.sequence), due);
     }
 
     pub(crate) fn run_for(&mut self, time: Micros) {
@@ -421,8 +483,11 @@ impl World {
             let due = self.queue.first_entry().filter(|it| it.key().0 <= self.now);
             match due.map(|it| it.remove()) {
                 Some(Due::Ended(command)) => self.end(command),
-                Some(Due::Broker(event)) => self.memory(event),
-                Some(Due::Next(process)) => self.deliver_waiting(process),
+                Some(Due::Packet(_, event)) => self.memory(event),
+                Some(Due::Process(process, what)) => self.happens(process, what),
+                Some(Due::Look) => self.look(),
+                Some(Due::Left(id)) => self.leave(id),
+                Some(Due::Forgotten(id)) => self.forget(id),
                 None if self.broker.next_wakeup().is_some_and(|at| at <= self.now) => {
                     self.memory(broker::Event::Tick);
                 }

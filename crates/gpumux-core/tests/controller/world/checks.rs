@@ -26,7 +26,7 @@ impl World {
 
     pub(super) fn is_away(&self, tenant: u64) -> bool {
         let tenant = self.tenants.get(&tenant);
-        tenant.is_some_and(|it| it.holding.values().any(|it| it.swapped > 0))
+        tenant.is_some_and(|it| it.process.swapped() > 0)
     }
 
     /// Whether the controller may control all groups of a tenant, also by their other members, and its memory is there.
@@ -133,6 +133,26 @@ impl World {
             );
         }
         self.measure_waits(hangs);
+    }
+
+    /// Memory is handed out once, and accounted for.
+    pub(super) fn check_memory(&self) {
+        for (device, line) in (0..).zip(self.broker.lines()) {
+            let has = |it: &Tenant| it.process.holding.get(&device).map(|it| it.resident());
+            let resident: u64 = self.tenants.values().filter_map(has).sum();
+            let room = line.capacity - line.occupied;
+            assert!(
+                resident <= room,
+                "{resident} bytes of {room} at {}",
+                self.now
+            );
+            let accounted = line.entries.iter().map(|(_, it)| it.holding.resident());
+            let accounted: u64 = accounted.sum();
+            assert!(
+                accounted >= resident,
+                "{accounted} accounted for, {resident} in use"
+            );
+        }
     }
 
     /// How long tenants wait with work although their memory is there.
