@@ -26,7 +26,7 @@ pub(crate) enum Step {
     Asks(u64, usize, u64),
     Frees(u64),
     Ends(u64),
-    /// One of this class, guarantee and limit comes, or it has these from now on.
+    /// One of this class, guarantee and limit comes, or it has these from now on. If its process has ended, another begins.
     Comes(u64, Class, f64, f64),
     /// Its program has waited for so many pieces of work, which took so long.
     Waited(u64, u64, Micros),
@@ -49,6 +49,8 @@ impl Step {
             Self::Comes(id, class, guaranteed, limit) => {
                 if !world.has(id) {
                     world.tenant(id, spec(class, guaranteed), &[id as usize % 2]);
+                } else if world.process(id).is_none() {
+                    world.join(id);
                 }
                 world.set(id, |it| {
                     (it.class, it.guaranteed, it.limit) = (class, guaranteed, limit);

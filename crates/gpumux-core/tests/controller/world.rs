@@ -86,6 +86,7 @@ pub(crate) enum Manner {
 pub(crate) struct Group {
     pub(crate) device: usize,
     pub(crate) tenant: u64,
+    process: ProcessId,
     /// The MPS group whose channel group this handle leads to, if it is one of several.
     pub(crate) shared: Option<DomainId>,
     pub(crate) frozen: bool,
@@ -107,13 +108,11 @@ pub(crate) struct Group {
 struct Tenant {
     user: UserId,
     spec: TenantSpec,
-    groups: Vec<DomainId>,
-    busy: bool,
-    progress: Progress,
-    idle_since: Micros,
-    /// When its work came, after a pause.
-    came: Option<Micros>,
-    process: Process,
+    /// What its processes have groups on, and as members of which.
+    devices: Vec<usize>,
+    shared: Option<DomainId>,
+    /// The last that came. The end of those before it is not noticed yet.
+    process: ProcessId,
     /// Since when it has work and its memory is away.
     away: Option<Micros>,
 }
@@ -126,7 +125,7 @@ enum Due {
     Process(ProcessId, Happens),
     Look,
     /// The end of a process, or of a tenant, is noticed.
-    Left(u64),
+    Left(ProcessId),
     Forgotten(u64),
 }
 
@@ -148,11 +147,14 @@ pub(crate) struct World {
     broker: Broker,
     pub(crate) groups: BTreeMap<DomainId, Group>,
     tenants: BTreeMap<u64, Tenant>,
+    processes: BTreeMap<ProcessId, Process>,
     freezing: BTreeSet<TenantId>,
+    /// Tenants that stay frozen.
+    swapped_out: BTreeSet<TenantId>,
     queue: BTreeMap<(Micros, u64), Due>,
     sequence: u64,
     tickets: u32,
-    /// Groups so far: each has a name of its own.
+    /// Processes and groups so far: each has a name of its own.
     made: u64,
     checked: Micros,
     devices: usize,
@@ -195,7 +197,9 @@ impl World {
             broker,
             groups: BTreeMap::new(),
             tenants: BTreeMap::new(),
+            processes: BTreeMap::new(),
             freezing: BTreeSet::new(),
+            swapped_out: BTreeSet::new(),
             queue: BTreeMap::new(),
             sequence: 0,
             tickets: 0,
@@ -224,28 +228,35 @@ impl World {
         devices: &[usize],
         shared: Option<DomainId>,
     ) {
-        let tenant = TenantId(id);
         self.declare(id, user, spec.clone());
-        let groups = devices.iter().map(|_| {
-            self.made += 1;
-            DomainId(self.made)
-        });
-        let groups: Vec<DomainId> = groups.collect();
         let known = Tenant {
             user,
             spec,
-            groups: groups.clone(),
-            busy: false,
-            progress: Progress::default(),
-            idle_since: self.now,
-            came: None,
-            process: Process::default(),
+            devices: devices.to_vec(),
+            shared,
+            process: ProcessId(0),
             away: None,
         };
         self.tenants.insert(id, known);
-        self.memory(broker::Event::Joined(ProcessId(id), tenant));
-        self.memory(broker::Event::Confirms(ProcessId(id)));
-        for (&device, id) in devices.iter().zip(groups) {
+        self.join(id);
+    }
+
+    fn name(&mut self) -> u64 {
+        self.made += 1;
+        self.made
+    }
+
+    /// A process of a tenant begins, after the last has ended.
+    pub(crate) fn join(&mut self, id: u64) {
+        let (tenant, process) = (TenantId(id), ProcessId(self.name()));
+        let known = self.tenants.get_mut(&id).expect("it is there");
+        known.process = process;
+        let (devices, shared) = (known.devices.clone(), known.shared);
+        self.processes.insert(process, Process::new(id, self.now));
+        self.memory(broker::Event::Joined(process, tenant));
+        self.memory(broker::Event::Confirms(process));
+        for device in devices {
+            let id = DomainId(self.name());
             // The driver library of each process that joins sets the timeslice, of all.
             for other in self.groups.values_mut() {
                 if shared.is_some() && other.shared == shared {
@@ -255,6 +266,7 @@ impl World {
             let group = Group {
                 device,
                 tenant: tenant.0,
+                process,
                 shared,
                 frozen: false,
                 timeslice: Timeslice::DEFAULT,
@@ -278,6 +290,7 @@ impl World {
             };
             self.controller.handle(self.now, Event::Came(new));
         }
+        self.park();
         self.settle();
     }
 
@@ -285,37 +298,40 @@ impl World {
         self.tenants.contains_key(&id)
     }
 
-    /// A tenant whose process lives.
-    fn alive(&mut self, id: u64) -> Option<&mut Tenant> {
-        self.tenants.get_mut(&id).filter(|it| !it.process.ended)
+    /// A tenant's process, if it lives.
+    pub(crate) fn process(&mut self, id: u64) -> Option<&mut Process> {
+        let tenant = self.tenants.get(&id)?;
+        self.processes
+            .get_mut(&tenant.process)
+            .filter(|it| !it.ended)
     }
 
     pub(crate) fn set_busy(&mut self, id: u64, busy: bool) {
         let now = self.now;
-        if let Some(tenant) = self.alive(id).filter(|it| it.busy != busy) {
-            if busy && tenant.idle_since + Progress::GAP <= now {
-                tenant.came = Some(now);
+        if let Some(process) = self.process(id).filter(|it| it.busy != busy) {
+            if busy && process.idle_since + Progress::GAP <= now {
+                process.came = Some(now);
             }
-            (tenant.busy, tenant.idle_since) = (busy, now);
+            (process.busy, process.idle_since) = (busy, now);
             self.due(self.late.looks, Due::Look);
         }
     }
 
     /// Its program has waited for so many pieces of work, which took so long.
     pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros, waits: Micros) {
-        if let Some(tenant) = self.alive(id) {
-            tenant.progress.waits += 1;
-            tenant.progress.pieces += pieces;
-            tenant.progress.busy += time;
+        if let Some(process) = self.process(id) {
+            process.progress.waits += 1;
+            process.progress.pieces += pieces;
+            process.progress.busy += time;
             self.submitted(id, pieces, waits);
         }
     }
 
     /// Its program has submitted so many pieces of work, waited for so long, and not for all of them.
     pub(crate) fn submitted(&mut self, id: u64, pieces: u64, waits: Micros) {
-        if let Some(tenant) = self.alive(id) {
-            tenant.progress.submitted += pieces;
-            tenant.progress.waited_us += waits.0 as u32;
+        if let Some(process) = self.process(id) {
+            process.progress.submitted += pieces;
+            process.progress.waited_us += waits.0 as u32;
             self.due(self.late.looks, Due::Look);
         }
     }
@@ -323,17 +339,17 @@ impl World {
     /// Pages are looked at.
     fn look(&mut self) {
         for (id, group) in &mut self.groups {
-            let tenant = &self.tenants[&group.tenant];
-            let (progress, came) = (tenant.progress, tenant.came);
+            let process = &self.processes[&group.process];
+            let (progress, came) = (process.progress, process.came);
             let before = std::mem::replace(&mut group.seen, (progress, came));
             let arrival = came.filter(|_| came != before.1);
             let progress = Some(progress).filter(|it| *it != before.0);
-            let demand = if tenant.busy {
+            let demand = if process.busy {
                 Demand::Busy
             } else {
                 Demand::Idle
             };
-            let at_work = tenant.busy && !group.frozen;
+            let at_work = process.busy && !group.frozen;
             let news = arrival.map(|at| Event::Arrival(*id, at)).into_iter();
             let news = news.chain(progress.map(|it| Event::Progress(*id, it)));
             for event in news.chain([Event::Demand(*id, demand), Event::AtWork(*id, at_work)]) {
@@ -342,9 +358,14 @@ impl World {
         }
     }
 
+    /// The groups of a tenant.
+    fn groups_of(&self, id: u64) -> impl Iterator<Item = (&DomainId, &Group)> {
+        self.groups.iter().filter(move |(_, it)| it.tenant == id)
+    }
+
     /// A tenant's group on its first device.
     pub(crate) fn group(&self, id: u64) -> DomainId {
-        self.tenants[&id].groups[0]
+        *self.groups_of(id).next().expect("it has one").0
     }
 
     /// The timeslice of that group.
@@ -363,13 +384,12 @@ impl World {
     }
 
     pub(crate) fn set_stopped(&mut self, id: u64, stopped: bool) {
-        if let Some(tenant) = self.alive(id) {
-            tenant.process.stopped = stopped;
+        if let Some(process) = self.process(id) {
+            process.stopped = stopped;
             if !stopped {
-                let waiting = std::mem::take(&mut tenant.process.mailbox);
-                waiting
-                    .into_iter()
-                    .for_each(|it| self.happens(ProcessId(id), it));
+                let waiting = std::mem::take(&mut process.mailbox);
+                let process = self.tenants[&id].process;
+                waiting.into_iter().for_each(|it| self.happens(process, it));
             }
         }
     }
@@ -427,37 +447,43 @@ impl World {
 
     /// A tenant's process ends. The daemon keeps its files, and so its groups, until it notices.
     pub(crate) fn kill(&mut self, id: u64) {
-        if let Some(tenant) = self.alive(id) {
-            tenant.process.ended = true;
-            self.due(self.late.ends, Due::Left(id));
+        if let Some(process) = self.process(id) {
+            process.ended = true;
+            let process = self.tenants[&id].process;
+            self.due(self.late.ends, Due::Left(process));
         }
     }
 
-    /// The end of a tenant's process is noticed: what it sent before, and was not read, is read no more.
-    fn leave(&mut self, id: u64) {
-        let process = ProcessId(id);
+    /// The end of a process is noticed: what it sent before, and was not read, is read no more.
+    fn leave(&mut self, process: ProcessId) {
         (self.queue).retain(
             |_, due| !matches!(due, Due::Packet(of, _) | Due::Process(of, _) if *of == process),
         );
-        let tenant = self.tenants.get_mut(&id).expect("it is forgotten later");
-        tenant.process.holding.clear();
-        for group in std::mem::take(&mut tenant.groups) {
-            let was = self.groups.remove(&group);
-            if was.is_some_and(|it| it.manner == Manner::Hangs || it.hung.is_some()) {
+        let tenant = self
+            .processes
+            .remove(&process)
+            .expect("it was there")
+            .tenant;
+        for (id, group) in self.groups.extract_if(.., |_, it| it.process == process) {
+            if group.manner == Manner::Hangs || group.hung.is_some() {
                 self.hung = self.now + DEADLINE + SOON;
             }
-            self.controller.handle(self.now, Event::Gone(group));
+            self.controller.handle(self.now, Event::Gone(id));
         }
         self.memory(broker::Event::Left(process));
-        self.due(self.late.ends, Due::Forgotten(id));
+        self.due(self.late.ends, Due::Forgotten(tenant));
     }
 
+    /// A tenant ends with its last process.
     fn forget(&mut self, id: u64) {
-        let tenant = TenantId(id);
-        self.tenants.remove(&id);
-        self.freezing.remove(&tenant);
-        self.controller.handle(self.now, Event::TenantGone(tenant));
-        self.memory(broker::Event::TenantGone(tenant));
+        if self.processes.values().all(|it| it.tenant != id) && self.has(id) {
+            let tenant = TenantId(id);
+            self.tenants.remove(&id);
+            self.controller.handle(self.now, Event::TenantGone(tenant));
+            self.memory(broker::Event::TenantGone(tenant));
+            self.freezing.remove(&tenant);
+            self.swapped_out.remove(&tenant);
+        }
     }
 
     fn due(&mut self, delay: Micros, due: Due) {
@@ -533,7 +559,7 @@ impl World {
         let group = &self.groups[&command.control.domain()];
         let (device, issued) = (group.device, command.deadline.saturating_sub(DEADLINE));
         let short = !group.frozen && group.timeslice < SHORT;
-        let others = self.tenants.values().all(|it| it.idle_since < issued);
+        let others = self.processes.values().all(|it| it.idle_since < issued);
         let event = Event::Ended(command.id, outcome);
         self.controller.handle(self.now, event);
         // Two that were enabled without work may begin at once; but no control lets them meet.

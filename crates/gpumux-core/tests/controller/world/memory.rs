@@ -9,9 +9,15 @@ use gpumux_core::{
 
 use super::*;
 
-/// A tenant's process, as its library has it.
+/// A tenant's process, its page, and its memory as its library has it.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Process {
+pub(crate) struct Process {
+    pub(super) tenant: u64,
+    pub(super) busy: bool,
+    pub(super) idle_since: Micros,
+    /// When its work came, after a pause.
+    pub(super) came: Option<Micros>,
+    pub(super) progress: Progress,
     /// What it has of each device.
     pub(super) holding: BTreeMap<usize, Holding>,
     /// Of that, what came while its gate was closed: no thread uses it yet, so that it stays.
@@ -46,6 +52,14 @@ pub(super) enum Happens {
 }
 
 impl Process {
+    pub(super) fn new(tenant: u64, now: Micros) -> Self {
+        Self {
+            tenant,
+            idle_since: now,
+            ..Self::default()
+        }
+    }
+
     fn runs(&self) -> bool {
         !self.stopped && !self.ended
     }
@@ -72,8 +86,7 @@ impl Process {
 impl World {
     pub(super) fn report_frozen(&mut self) {
         for tenant in self.freezing.clone() {
-            let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
-            let all = groups.into_iter().flatten();
+            let all = self.groups_of(tenant.0).map(|(id, _)| *id);
             let known: Vec<_> = all.filter_map(|id| self.controller.domain(id)).collect();
             let result = if known.iter().any(|it| it.is_faulty()) {
                 Err("a control failed".into())
@@ -89,12 +102,15 @@ impl World {
 
     /// A tenant's process asks for memory of the n-th of its devices.
     pub(crate) fn ask(&mut self, id: u64, n: usize, bytes: u64) {
-        let Some(tenant) = self.tenants.get_mut(&id).filter(|it| it.process.runs()) else {
+        let Some(tenant) = self.tenants.get(&id) else {
             return;
         };
+        let (name, device) = (tenant.process, tenant.devices[n % tenant.devices.len()]);
         self.tickets += 1;
-        let (ticket, process) = (self.tickets, &mut tenant.process);
-        let device = self.groups[&tenant.groups[n % tenant.groups.len()]].device;
+        let ticket = self.tickets;
+        let Some(process) = self.process(id).filter(|it| it.runs()) else {
+            return;
+        };
         let told = process.told.get(&device).copied().unwrap_or(0);
         process.asked.insert(ticket, (device, told));
         let ask = Ask {
@@ -105,40 +121,31 @@ impl World {
             kind: Kind::Movable,
             part: None,
         };
-        let process = ProcessId(id);
         let ask = broker::Event::Ask {
-            process,
+            process: name,
             ticket,
             ask,
         };
-        self.send(process, ask);
+        self.send(name, ask);
     }
 
     /// A tenant's process frees half of what it has on its devices.
     pub(crate) fn free(&mut self, id: u64) {
-        let Some(tenant) = self.tenants.get_mut(&id).filter(|it| it.process.runs()) else {
-            return;
-        };
-        if !tenant.process.closed {
-            tenant
-                .process
-                .holding
-                .values_mut()
-                .for_each(|it| it.movable /= 2);
-            self.say_all(ProcessId(id));
+        let able = self.process(id).filter(|it| it.runs() && !it.closed);
+        if let Some(process) = able {
+            (process.holding.values_mut()).for_each(|it| it.movable /= 2);
+            self.say_all(self.tenants[&id].process);
         }
     }
 
     /// Something happened that concerns memory.
     pub(super) fn memory(&mut self, event: broker::Event) {
         let all = self.tenants.iter().map(|(id, it)| {
+            let own = || self.processes.values().filter(|it| it.tenant == *id);
             let activity = Activity {
-                busy: it.busy,
-                idle_since: it.idle_since,
-                in_group: it
-                    .groups
-                    .iter()
-                    .any(|id| self.groups.get(id).is_some_and(|it| it.shared.is_some())),
+                busy: own().any(|it| it.busy),
+                idle_since: own().map(|it| it.idle_since).max().unwrap_or_default(),
+                in_group: it.shared.is_some(),
                 ..Activity::default()
             };
             (TenantId(*id), activity)
@@ -166,12 +173,14 @@ impl World {
                 Due::Process(process, Happens::Granted(ticket, bytes)),
             ),
             broker::Command::Freeze(tenant) => {
-                self.park(tenant, true);
+                self.swapped_out.insert(tenant);
+                self.park();
                 self.freezing.insert(tenant);
             }
             broker::Command::Thaw(tenant) => {
                 self.freezing.remove(&tenant);
-                self.park(tenant, false);
+                self.swapped_out.remove(&tenant);
+                self.park();
             }
             broker::Command::Moved { .. } => self.seen.moves += 1,
             broker::Command::Answer(..)
@@ -182,11 +191,11 @@ impl World {
         }
     }
 
-    pub(super) fn park(&mut self, tenant: TenantId, swapped_out: bool) {
-        let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
-        for id in groups.into_iter().flatten() {
+    pub(super) fn park(&mut self) {
+        for (id, group) in &self.groups {
+            let away = self.swapped_out.contains(&TenantId(group.tenant));
             self.controller
-                .handle(self.now, Event::SwappedOut(id, swapped_out));
+                .handle(self.now, Event::SwappedOut(*id, away));
         }
     }
 
@@ -196,9 +205,9 @@ impl World {
         // Each takes another time.
         let scattered = self.sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         let delay = Micros(scattered % (self.late.packets.0 + 1));
-        if let Some(tenant) = self.tenants.get_mut(&process.0) {
+        if let Some(process) = self.processes.get_mut(&process) {
             let by_it = matches!(packet, Due::Packet(..));
-            let last = &mut tenant.process.last[usize::from(by_it)];
+            let last = &mut process.last[usize::from(by_it)];
             *last = (self.now + delay).max(*last);
             self.queue.insert((*last, self.sequence), packet);
         }
@@ -210,11 +219,7 @@ impl World {
 
     /// A process reports what it has of a device.
     fn say(&mut self, process: ProcessId, device: usize) {
-        let own = &mut self
-            .tenants
-            .get_mut(&process.0)
-            .expect("it is there")
-            .process;
+        let own = self.processes.get_mut(&process).expect("it is there");
         *own.told.entry(device).or_default() += 1;
         let holding = own.holding[&device];
         let holds = broker::Event::Holds {
@@ -227,7 +232,7 @@ impl World {
     }
 
     fn say_all(&mut self, process: ProcessId) {
-        let devices = self.tenants[&process.0].process.holding.keys();
+        let devices = self.processes[&process].holding.keys();
         for device in devices.copied().collect::<Vec<_>>() {
             self.say(process, device);
         }
@@ -235,10 +240,10 @@ impl World {
 
     /// Something happens to a process, unless it has ended; once it goes on, if it is stopped.
     pub(super) fn happens(&mut self, id: ProcessId, what: Happens) {
-        let Some(tenant) = self.alive(id.0) else {
+        let process = self.processes.get_mut(&id);
+        let Some(process) = process.filter(|it| !it.ended) else {
             return;
         };
-        let process = &mut tenant.process;
         if process.stopped {
             return process.mailbox.push(what);
         }
@@ -268,7 +273,7 @@ impl World {
 
     /// What a process has asked for by this name has come, or not.
     fn granted(&mut self, id: ProcessId, ticket: u32, bytes: u64) {
-        let process = &mut self.tenants.get_mut(&id.0).expect("it is there").process;
+        let process = self.processes.get_mut(&id).expect("it is there");
         let (device, told) = process.asked.remove(&ticket).expect("it has asked");
         process.holding.entry(device).or_default().movable += bytes;
         if process.closed {
@@ -284,10 +289,7 @@ impl World {
 
     /// A process begins its first order, if there is one.
     fn begin(&mut self, id: ProcessId) {
-        let Some(tenant) = self.tenants.get_mut(&id.0) else {
-            return;
-        };
-        let process = &mut tenant.process;
+        let process = self.processes.get_mut(&id).expect("it is there");
         let Some((_, order)) = process.orders.front() else {
             return;
         };
@@ -308,7 +310,8 @@ impl World {
             _ => Micros(bytes / LINK + 1000),
         };
         if matches!(order, Order::Out { .. }) {
-            let frozen = tenant.groups.iter().all(|it| self.groups[it].frozen);
+            let mut own = self.groups.values().filter(|it| it.process == id);
+            let frozen = own.all(|it| it.frozen);
             assert!(frozen, "moved while it runs: {id:?}");
         }
         self.due(took, Due::Process(id, Happens::Done));
@@ -316,8 +319,8 @@ impl World {
 
     /// It has carried out its first order.
     fn done(&mut self, id: ProcessId) {
-        let tenant = self.tenants.get_mut(&id.0).expect("it is there");
-        let (idle, process) = (!tenant.busy, &mut tenant.process);
+        let process = self.processes.get_mut(&id).expect("it is there");
+        let idle = !process.busy;
         let (op, order) = process.orders.pop_front().expect("one is under way");
         let no = |why: &str| Reply::Refused(why.into());
         let reply = match order {
