@@ -26,7 +26,7 @@ pub(crate) enum Step {
     Asks(u64, usize, u64),
     Frees(u64),
     Ends(u64),
-    /// One of this class, guarantee and limit comes, or it has these from now on. If its process has ended, another begins.
+    /// One of this class, guarantee and limit comes, or has these from now on and a second process.
     Comes(u64, Class, f64, f64),
     /// Its program has waited for so many pieces of work, which took so long.
     Waited(u64, u64, Micros),
@@ -42,14 +42,14 @@ impl Step {
             Self::Hangs(id) => world.set_manner(id, Manner::Hangs),
             Self::Works(id) => world.set_manner(id, Manner::Works),
             Self::Tampered(id) => world.tamper(id, Timeslice(777)),
-            Self::Stopped(id) => world.set_stopped(id, true),
+            Self::Stopped(id) => world.stop(id),
             Self::Asks(id, n, gib) => world.ask(id, n, gib * GIB),
             Self::Frees(id) => world.free(id),
             Self::Ends(id) => world.kill(id),
             Self::Comes(id, class, guaranteed, limit) => {
                 if !world.has(id) {
                     world.tenant(id, spec(class, guaranteed), &[id as usize % 2]);
-                } else if world.process(id).is_none() {
+                } else if world.processes(id) < 2 {
                     world.join(id);
                 }
                 world.set(id, |it| {

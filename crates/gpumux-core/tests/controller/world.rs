@@ -111,8 +111,6 @@ struct Tenant {
     /// What its processes have groups on, and as members of which.
     devices: Vec<usize>,
     shared: Option<DomainId>,
-    /// The last that came. The end of those before it is not noticed yet.
-    process: ProcessId,
     /// Since when it has work and its memory is away.
     away: Option<Micros>,
 }
@@ -234,7 +232,6 @@ impl World {
             spec,
             devices: devices.to_vec(),
             shared,
-            process: ProcessId(0),
             away: None,
         };
         self.tenants.insert(id, known);
@@ -246,11 +243,10 @@ impl World {
         self.made
     }
 
-    /// A process of a tenant begins, after the last has ended.
+    /// A process of a tenant begins.
     pub(crate) fn join(&mut self, id: u64) {
         let (tenant, process) = (TenantId(id), ProcessId(self.name()));
-        let known = self.tenants.get_mut(&id).expect("it is there");
-        known.process = process;
+        let known = &self.tenants[&id];
         let (devices, shared) = (known.devices.clone(), known.shared);
         self.processes.insert(process, Process::new(id, self.now));
         self.memory(broker::Event::Joined(process, tenant));
@@ -260,7 +256,7 @@ impl World {
             // The driver library of each process that joins sets the timeslice, of all.
             for other in self.groups.values_mut() {
                 if shared.is_some() && other.shared == shared {
-                    other.timeslice = Timeslice::DEFAULT;
+                    (other.timeslice, other.tampered) = (Timeslice::DEFAULT, self.now);
                 }
             }
             let group = Group {
@@ -298,17 +294,28 @@ impl World {
         self.tenants.contains_key(&id)
     }
 
-    /// A tenant's process, if it lives.
-    pub(crate) fn process(&mut self, id: u64) -> Option<&mut Process> {
-        let tenant = self.tenants.get(&id)?;
-        self.processes
-            .get_mut(&tenant.process)
-            .filter(|it| !it.ended)
+    /// How many processes of a tenant are not known to have ended.
+    pub(crate) fn processes(&self, id: u64) -> usize {
+        self.processes.values().filter(|it| it.tenant == id).count()
+    }
+
+    /// The last process of a tenant that lives: what happens to the tenant happens to this.
+    fn process(&mut self, id: u64) -> Option<(ProcessId, &mut Process)> {
+        let mut all = self.processes.iter_mut().rev();
+        let (id, it) = all.find(|(_, it)| it.tenant == id && !it.ended)?;
+        Some((*id, it))
     }
 
     pub(crate) fn set_busy(&mut self, id: u64, busy: bool) {
+        if let Some((id, _)) = self.process(id) {
+            self.works(id, busy);
+        }
+    }
+
+    fn works(&mut self, id: ProcessId, busy: bool) {
         let now = self.now;
-        if let Some(process) = self.process(id).filter(|it| it.busy != busy) {
+        let process = self.processes.get_mut(&id);
+        if let Some(process) = process.filter(|it| !it.ended && it.busy != busy) {
             if busy && process.idle_since + Progress::GAP <= now {
                 process.came = Some(now);
             }
@@ -319,7 +326,7 @@ impl World {
 
     /// Its program has waited for so many pieces of work, which took so long.
     pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros, waits: Micros) {
-        if let Some(process) = self.process(id) {
+        if let Some((_, process)) = self.process(id) {
             process.progress.waits += 1;
             process.progress.pieces += pieces;
             process.progress.busy += time;
@@ -329,7 +336,7 @@ impl World {
 
     /// Its program has submitted so many pieces of work, waited for so long, and not for all of them.
     pub(crate) fn submitted(&mut self, id: u64, pieces: u64, waits: Micros) {
-        if let Some(process) = self.process(id) {
+        if let Some((_, process)) = self.process(id) {
             process.progress.submitted += pieces;
             process.progress.waited_us += waits.0 as u32;
             self.due(self.late.looks, Due::Look);
@@ -383,14 +390,18 @@ impl World {
         }
     }
 
-    pub(crate) fn set_stopped(&mut self, id: u64, stopped: bool) {
-        if let Some(process) = self.process(id) {
-            process.stopped = stopped;
-            if !stopped {
-                let waiting = std::mem::take(&mut process.mailbox);
-                let process = self.tenants[&id].process;
-                waiting.into_iter().for_each(|it| self.happens(process, it));
-            }
+    pub(crate) fn stop(&mut self, id: u64) {
+        if let Some((_, process)) = self.process(id) {
+            process.stopped = true;
+        }
+    }
+
+    /// A process goes on, if it was stopped: what came meanwhile happens to it.
+    fn go_on(&mut self, id: ProcessId) {
+        if let Some(process) = self.processes.get_mut(&id) {
+            process.stopped = false;
+            let waiting = std::mem::take(&mut process.mailbox);
+            waiting.into_iter().for_each(|it| self.happens(id, it));
         }
     }
 
@@ -447,9 +458,8 @@ impl World {
 
     /// A tenant's process ends. The daemon keeps its files, and so its groups, until it notices.
     pub(crate) fn kill(&mut self, id: u64) {
-        if let Some(process) = self.process(id) {
-            process.ended = true;
-            let process = self.tenants[&id].process;
+        if let Some((process, it)) = self.process(id) {
+            it.ended = true;
             self.due(self.late.ends, Due::Left(process));
         }
     }
@@ -476,7 +486,7 @@ impl World {
 
     /// A tenant ends with its last process.
     fn forget(&mut self, id: u64) {
-        if self.processes.values().all(|it| it.tenant != id) && self.has(id) {
+        if self.processes(id) == 0 && self.has(id) {
             let tenant = TenantId(id);
             self.tenants.remove(&id);
             self.controller.handle(self.now, Event::TenantGone(tenant));

@@ -105,12 +105,16 @@ impl World {
                 );
             }
         }
-        for (id, process) in &self.processes {
-            let own = self.groups_of(process.tenant);
-            let own = own.filter(|(_, it)| it.process == *id);
-            let states: BTreeSet<bool> = own.map(|(_, it)| self.runs(it)).collect();
-            if self.is_sound(process.tenant) && states.len() > 1 && !hangs {
-                wrong.insert(("runs in part", process.tenant));
+        for id in self.tenants.keys() {
+            // On each device, one of its processes.
+            let mut here: BTreeMap<usize, bool> = BTreeMap::new();
+            let busy = self.groups_of(*id).map(|it| it.1);
+            for group in busy.filter(|it| self.processes[&it.process].busy) {
+                *here.entry(group.device).or_default() |= self.runs(group);
+            }
+            let states: BTreeSet<bool> = here.into_values().collect();
+            if self.is_sound(*id) && states.len() > 1 && !hangs {
+                wrong.insert(("runs in part", *id));
             }
         }
         self.wrong.retain(|key, _| wrong.contains(key));
@@ -168,9 +172,9 @@ impl World {
             let waited = since.map_or(Micros::ZERO, |since| now.saturating_sub(since));
             self.longest_wait = self.longest_wait.max(waited);
         }
-        let away = self.tenants.iter().map(|(id, it)| {
-            let process = self.processes.get(&it.process);
-            (*id, process.is_some_and(|it| it.busy && it.swapped() > 0))
+        let away = self.tenants.keys().map(|id| {
+            let mut own = self.processes.values().filter(|it| it.tenant == *id);
+            (*id, own.any(|it| it.busy && it.swapped() > 0))
         });
         let away: Vec<(u64, bool)> = away.collect();
         for (id, away) in away {

@@ -60,10 +60,6 @@ impl Process {
         }
     }
 
-    fn runs(&self) -> bool {
-        !self.stopped && !self.ended
-    }
-
     pub(super) fn swapped(&self) -> u64 {
         self.holding.values().map(|it| it.swapped).sum()
     }
@@ -102,13 +98,11 @@ impl World {
 
     /// A tenant's process asks for memory of the n-th of its devices.
     pub(crate) fn ask(&mut self, id: u64, n: usize, bytes: u64) {
-        let Some(tenant) = self.tenants.get(&id) else {
-            return;
-        };
-        let (name, device) = (tenant.process, tenant.devices[n % tenant.devices.len()]);
+        let devices = self.tenants.get(&id).map(|it| it.devices.clone());
+        let device = devices.map_or(0, |all| all[n % all.len()]);
         self.tickets += 1;
         let ticket = self.tickets;
-        let Some(process) = self.process(id).filter(|it| it.runs()) else {
+        let Some((name, process)) = self.process(id).filter(|it| !it.1.stopped) else {
             return;
         };
         let told = process.told.get(&device).copied().unwrap_or(0);
@@ -131,10 +125,10 @@ impl World {
 
     /// A tenant's process frees half of what it has on its devices.
     pub(crate) fn free(&mut self, id: u64) {
-        let able = self.process(id).filter(|it| it.runs() && !it.closed);
-        if let Some(process) = able {
+        let able = |it: &Process| !it.stopped && !it.closed;
+        if let Some((id, process)) = self.process(id).filter(|it| able(it.1)) {
             (process.holding.values_mut()).for_each(|it| it.movable /= 2);
-            self.say_all(self.tenants[&id].process);
+            self.say_all(id);
         }
     }
 

@@ -35,8 +35,10 @@ impl World {
     pub(crate) fn recover(&mut self) {
         for id in self.tenants.keys().copied().collect::<Vec<_>>() {
             self.set_manner(id, Manner::Works);
-            self.set_stopped(id, false);
-            self.set_busy(id, true);
+        }
+        for id in self.processes.keys().copied().collect::<Vec<_>>() {
+            self.go_on(id);
+            self.works(id, true);
         }
         let failed = self.seen.failed + self.seen.late > 0;
         let mends = if failed { DEADLINE + BACKOFF.1 } else { CHECK };
