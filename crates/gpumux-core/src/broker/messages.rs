@@ -88,7 +88,7 @@ pub struct Kept {
 }
 
 /// What happened.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub enum Event {
     /// Time has passed.
     Tick,
@@ -216,7 +216,7 @@ pub enum Event {
 }
 
 /// What a process answers to an order.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub enum Reply {
     /// Its gate is closed. Whether it has no outstanding work.
     Quiet(bool),
@@ -271,7 +271,7 @@ pub enum Order {
 }
 
 /// What is to be done.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub enum Command {
     /// A process gets an order of this name.
     Order(ProcessId, u64, Order),

@@ -6,7 +6,7 @@
 
 pub(crate) mod every_order;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
@@ -37,6 +37,8 @@ struct World {
     ranks: u64,
     /// Of the last one, what is free and what is cached in MiB: it needs no copy.
     droppable: (u64, u64),
+    /// Packets may cross: each is on its way until an action has it arrive.
+    crosses: bool,
     /// How often processes may refuse, be late, end, or change whether they work.
     refusals: u8,
     lateness: u8,
@@ -61,6 +63,11 @@ struct Process {
     busy: bool,
     idle_since: Micros,
     pending: Option<(u64, Order)>,
+    /// It has said what it has since it asked.
+    said: bool,
+    /// Packets to it, and by it, that are on their way.
+    inbox: VecDeque<Command>,
+    outbox: VecDeque<Event>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -84,6 +91,9 @@ enum Action {
     /// Nothing happens until the broker wants to be woken.
     Wait,
     Ask(u64),
+    /// A process receives its oldest packet, or the broker the oldest of it.
+    Receive(u64),
+    Arrive(u64),
     Answer(u64),
     Refuse(u64),
     Freeze(TenantId),
@@ -124,49 +134,46 @@ impl World {
     }
 }
 
-fn holds(process: ProcessId, device: &str, holding: Holding) -> Event {
-    Event::Holds {
-        process,
-        device: device.to_owned(),
-        total: 0,
-        holding,
+impl Process {
+    /// A packet of it is on its way.
+    fn travels(&self) -> bool {
+        !(self.inbox.is_empty() && self.outbox.is_empty())
+    }
+
+    /// All that it has, with what is on its way to it.
+    fn has(&self) -> u64 {
+        let comes = |it: &Command| match it {
+            Command::Grant { bytes, .. } => *bytes,
+            _ => 0,
+        };
+        let comes: u64 = self.inbox.iter().map(comes).sum();
+        self.holding.all() + self.dropped + comes
+    }
+
+    /// It reports what it has.
+    fn say(&mut self, id: u64) {
+        self.said = self.asked.is_some();
+        self.outbox.push_back(Event::Holds {
+            process: ProcessId(id),
+            device: self.device.to_owned(),
+            total: 0,
+            holding: self.holding,
+        });
     }
 }
 
 impl State {
     fn event(&mut self, event: Event) {
-        let commands = self.broker.handle(NOW, event);
-        let is_trim = |it: &Command| matches!(it, Command::Order(_, _, Order::Trim));
-        // A process reports what it has with what it was granted at the same time.
-        let (trims, others): (Vec<_>, Vec<_>) = commands.into_iter().partition(is_trim);
-        for command in others.into_iter().chain(trims) {
+        for command in self.broker.handle(NOW, event) {
             self.carry_out(command);
         }
     }
 
     fn carry_out(&mut self, command: Command) {
         match command {
-            Command::Order(process, _, Order::Trim) => {
-                if let Some(it) = self.processes.get(&process.0) {
-                    self.event(holds(process, it.device, it.holding));
-                }
-            }
-            Command::Order(_, _, Order::DropHost | Order::Resume) => {}
-            Command::Order(process, op, order) => {
-                let tenant = self.processes.get(&process.0).map(|it| it.tenant);
-                if matches!(order, Order::Out { .. } | Order::Take { .. })
-                    && !tenant.is_some_and(|it| self.frozen.contains(&it))
-                {
-                    self.broken = Some(format!("{tenant:?} is moved while it runs"));
-                }
+            Command::Order(process, ..) | Command::Grant { process, .. } => {
                 if let Some(it) = self.processes.get_mut(&process.0) {
-                    it.pending = Some((op, order));
-                }
-            }
-            Command::Grant { process, bytes, .. } => {
-                if let Some(it) = self.processes.get_mut(&process.0) {
-                    it.holding.movable += bytes;
-                    it.asked = None;
+                    it.inbox.push_back(command);
                 }
             }
             Command::Freeze(tenant) => {
@@ -187,6 +194,56 @@ impl State {
             | Command::Failed(..)
             | Command::Silent(_)
             | Command::NotKept(..) => {}
+        }
+    }
+
+    /// A process receives a packet.
+    fn receive(&mut self, id: u64) {
+        let Some(it) = self.processes.get_mut(&id) else {
+            return;
+        };
+        match it.inbox.pop_front() {
+            Some(Command::Grant { bytes, ticket, .. }) => {
+                it.holding.movable += bytes;
+                it.asked = None;
+                it.outbox.push_back(Event::Received(ProcessId(id), ticket));
+                // What it said meanwhile was without this.
+                if std::mem::take(&mut it.said) && bytes > 0 {
+                    it.say(id);
+                }
+            }
+            Some(Command::Order(_, op, Order::Trim)) => {
+                it.say(id);
+                let done = Event::Reply(ProcessId(id), op, Reply::Done);
+                it.outbox.push_back(done);
+            }
+            Some(Command::Order(_, _, Order::DropHost | Order::Resume)) => {}
+            Some(Command::Order(_, op, order)) => {
+                let moves = matches!(order, Order::Out { .. } | Order::Take { .. });
+                if moves && !self.frozen.contains(&it.tenant) {
+                    self.broken = Some(format!("{:?} is moved while it runs", it.tenant));
+                }
+                it.pending = Some((op, order));
+            }
+            _ => {}
+        }
+    }
+
+    /// The broker receives a packet of this process.
+    fn arrive(&mut self, id: u64) {
+        let process = self.processes.get_mut(&id);
+        if let Some(event) = process.and_then(|it| it.outbox.pop_front()) {
+            self.event(event);
+        }
+    }
+
+    /// All packets arrive.
+    fn settle(&mut self) {
+        while let Some((id, it)) = self.processes.iter().find(|(_, it)| it.travels()) {
+            match (*id, it.outbox.is_empty()) {
+                (id, true) => self.receive(id),
+                (id, false) => self.arrive(id),
+            }
         }
     }
 
@@ -228,21 +285,21 @@ impl State {
             }
             _ => {}
         }
-        let (device, holding) = (process.device, process.holding);
         let reply = match order {
             Order::Quiesce { .. } => Reply::Quiet(idle),
             _ => Reply::Done,
         };
-        if holding != before {
+        if process.holding != before {
             let (free, cached) = (process.droppable, 0);
-            self.event(Event::Droppable {
+            process.outbox.push_back(Event::Droppable {
                 process: ProcessId(id),
-                device: device.to_owned(),
+                device: process.device.to_owned(),
                 droppable: Droppable { free, cached },
             });
-            self.event(holds(ProcessId(id), device, holding));
+            process.say(id);
         }
-        self.event(Event::Reply(ProcessId(id), op, reply));
+        let reply = Event::Reply(ProcessId(id), op, reply);
+        process.outbox.push_back(reply);
     }
 
     /// A process asks for all that it needs.
@@ -263,7 +320,7 @@ impl State {
                 parts: world.ranks as u32,
             }),
         };
-        self.event(Event::Ask {
+        process.outbox.push_back(Event::Ask {
             process: ProcessId(id),
             ticket: 1,
             ask,
@@ -328,7 +385,7 @@ impl State {
         for n in 0..world.tenants.len() as u64 {
             let own = (self.processes.values()).filter(|it| it.tenant == TenantId(n));
             let own: Vec<&Process> = own.collect();
-            let all = own.iter().map(|it| it.holding.all() + it.dropped);
+            let all = own.iter().map(|it| it.has());
             let (least, most) = (all.clone().min(), all.max());
             let whole = own.len() as u64 == world.ranks;
             if least != most && whole {
@@ -391,9 +448,13 @@ impl Model for World {
                 busy: true,
                 idle_since: NOW,
                 pending: None,
+                said: false,
+                inbox: VecDeque::new(),
+                outbox: VecDeque::new(),
             };
             state.processes.insert(id, process);
             state.event(Event::Joined(ProcessId(id), TenantId(n)));
+            state.event(Event::Confirms(ProcessId(id)));
         }
         let activity = state.activity();
         state.event(activity);
@@ -414,6 +475,9 @@ impl Model for World {
         if self.ranks == 1 {
             for id in (0..self.tenants.len() as u64).rev() {
                 state.ask(self, id);
+                if !self.crosses {
+                    state.settle();
+                }
             }
         }
         vec![state]
@@ -422,6 +486,14 @@ impl Model for World {
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
         let mut prompt = false;
         for (id, process) in &state.processes {
+            if !process.inbox.is_empty() {
+                prompt = true;
+                actions.push(Action::Receive(*id));
+            }
+            if !process.outbox.is_empty() {
+                prompt = true;
+                actions.push(Action::Arrive(*id));
+            }
             if process.pending.is_some() {
                 prompt = true;
                 actions.push(Action::Answer(*id));
@@ -455,7 +527,7 @@ impl Model for World {
         match action {
             Action::Wait => {
                 let at = state.broker.next_wakeup()?;
-                let late = |it: &Process| it.pending.is_some() || it.asks > 0;
+                let late = |it: &Process| it.pending.is_some() || it.asks > 0 || it.travels();
                 if state.processes.values().any(late) || !state.freezing.is_empty() {
                     state.lateness -= 1;
                 }
@@ -464,13 +536,17 @@ impl Model for World {
                 state.event(activity);
                 state.event(Event::Tick);
             }
+            Action::Receive(id) => state.receive(id),
+            Action::Arrive(id) => state.arrive(id),
             Action::Ask(id) => state.ask(self, id),
             Action::Answer(id) => state.answer(id),
             Action::Refuse(id) => {
                 state.refusals -= 1;
                 let (op, _) = state.processes.get_mut(&id)?.pending.take()?;
                 let reply = Reply::Refused("not now".into());
-                state.event(Event::Reply(ProcessId(id), op, reply));
+                let process = state.processes.get_mut(&id)?;
+                let reply = Event::Reply(ProcessId(id), op, reply);
+                process.outbox.push_back(reply);
             }
             Action::Freeze(tenant) => {
                 state.freezing.remove(&tenant);
@@ -494,6 +570,9 @@ impl Model for World {
                 state.event(Event::Left(ProcessId(id)));
             }
         }
+        if !self.crosses {
+            state.settle();
+        }
         // Names of orders do not matter, and would make every state another.
         state.rename();
         state.look(self);
@@ -509,9 +588,7 @@ impl Model for World {
                 (state.refusals, state.lateness, state.deaths) == (0, 0, 0)
             }),
             Property::sometimes("all were home", |world, state: &State| {
-                let has = |it: &Process| {
-                    it.holding.all() + it.dropped == world.tenants[it.tenant.0 as usize].2 * MIB
-                };
+                let has = |it: &Process| it.has() == world.tenants[it.tenant.0 as usize].2 * MIB;
                 let all = world.tenants.len() * world.ranks as usize;
                 state.processes.len() == all && state.processes.values().all(has)
             }),
@@ -523,7 +600,16 @@ impl State {
     fn rename(&mut self) {
         let names = self.broker.rename_ops();
         for process in self.processes.values_mut() {
-            if let Some((op, _)) = &mut process.pending {
+            let pending = process.pending.iter_mut().map(|(op, _)| op);
+            let sent = process.inbox.iter_mut().filter_map(|it| match it {
+                Command::Order(_, op, _) => Some(op),
+                _ => None,
+            });
+            let answered = process.outbox.iter_mut().filter_map(|it| match it {
+                Event::Reply(_, op, _) => Some(op),
+                _ => None,
+            });
+            for op in pending.chain(sent).chain(answered) {
                 // An order that the broker has forgotten keeps a name that nothing has.
                 *op = names.get(op).copied().unwrap_or(0);
             }

@@ -19,7 +19,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 31] = [
+    let all: [(Mutation, fn()); 32] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -120,6 +120,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::ForgetGrants,
             crossing::memory_is_handed_out_once_while_packets_cross,
+        ),
+        (
+            Mutation::ForgetGrants,
+            model::every_order::packets_that_cross_in_every_order,
         ),
         (
             Mutation::SessionBeginsAnew,

@@ -10,7 +10,7 @@ use gpumux_core::{
 };
 use proptest::prelude::*;
 
-use super::world::{GIB, Manner, STANDS, World, spec, with_memory};
+use super::world::{GIB, Late, Manner, STANDS, World, spec, with_memory};
 
 /// One thing that happens to a tenant.
 #[derive(Clone, Copy, Debug)]
@@ -22,11 +22,11 @@ pub(crate) enum Step {
     Works(u64),
     Tampered(u64),
     Stopped(u64),
-    /// It asks for so many GiB.
-    Asks(u64, u64),
+    /// It asks for so many GiB of one of its devices.
+    Asks(u64, usize, u64),
     Frees(u64),
     Ends(u64),
-    /// One of this class, guarantee and limit comes, or it has these from now on.
+    /// One of this class, guarantee and limit comes, or has these from now on and a second process.
     Comes(u64, Class, f64, f64),
     /// Its program has waited for so many pieces of work, which took so long.
     Waited(u64, u64, Micros),
@@ -42,13 +42,15 @@ impl Step {
             Self::Hangs(id) => world.set_manner(id, Manner::Hangs),
             Self::Works(id) => world.set_manner(id, Manner::Works),
             Self::Tampered(id) => world.tamper(id, Timeslice(777)),
-            Self::Stopped(id) => world.set_stopped(id, true),
-            Self::Asks(id, gib) => world.ask(id, 0, gib * GIB),
+            Self::Stopped(id) => world.stop(id),
+            Self::Asks(id, n, gib) => world.ask(id, n, gib * GIB),
             Self::Frees(id) => world.free(id),
             Self::Ends(id) => world.kill(id),
             Self::Comes(id, class, guaranteed, limit) => {
                 if !world.has(id) {
                     world.tenant(id, spec(class, guaranteed), &[id as usize % 2]);
+                } else if world.processes(id) < 2 {
+                    world.join(id);
                 }
                 world.set(id, |it| {
                     (it.class, it.guaranteed, it.limit) = (class, guaranteed, limit);
@@ -56,7 +58,10 @@ impl Step {
             }
             Self::Waited(id, pieces, time) => {
                 // As many as it takes to be sure, and one more.
-                (0..6).for_each(|_| world.waited(id, pieces, time, Micros(time.0 / 10)));
+                for _ in 0..6 {
+                    world.waited(id, pieces, time, Micros(time.0 / 10));
+                    world.run_for(world.late.looks);
+                }
             }
             Self::Pass(time) => world.run_for(time),
         }
@@ -73,7 +78,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => id.clone().prop_map(Step::Works),
         1 => id.clone().prop_map(Step::Tampered),
         1 => id.clone().prop_map(Step::Stopped),
-        2 => (id.clone(), 1..40u64).prop_map(|(id, gib)| Step::Asks(id, gib)),
+        2 => (id.clone(), 0..2usize, 1..40u64).prop_map(|(id, n, gib)| Step::Asks(id, n, gib)),
         1 => id.clone().prop_map(Step::Frees),
         1 => id.clone().prop_map(Step::Ends),
         1 => (id.clone(), prop::sample::select(Class::ALL.to_vec()), 0.0..0.02f64, 0.02..1.5f64)
@@ -82,6 +87,13 @@ fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(id, pieces, us)| Step::Waited(id, pieces, Micros(us))),
         6 => (1..100_000u64).prop_map(|us| Step::Pass(Micros(us))),
     ]
+}
+
+fn late() -> impl Strategy<Value = Late> {
+    let packets = prop_oneof![2 => 0..5_000u64, 1 => 0..500_000u64];
+    let late = (packets, 0..20_000u64, 0..300_000u64);
+    let late = late.prop_map(|(packets, looks, ends)| Late::of(packets, looks, ends));
+    prop_oneof![1 => Just(Late::default()), 3 => late]
 }
 
 /// A tenant's class, part of what can be guaranteed, weight, and the devices that it needs.
@@ -153,9 +165,11 @@ proptest! {
         policy in prop::sample::select(policy::NAMES.to_vec()),
         kinds in kinds(12),
         groups in prop::collection::vec(any::<bool>(), 12),
+        late in late(),
         steps in prop::collection::vec(step(), 1..60),
     ) {
         let mut world = World::new(policy, 2);
+        world.late = late;
         let count = kinds.len() as u64;
         for ((id, (spec, devices)), group) in (1..).zip(specs(&kinds, 0.6)).zip(groups) {
             let group = group && spec.class != Class::Latency && devices.len() == 1;
@@ -173,7 +187,7 @@ proptest! {
                 Step::Comes(id, class, guaranteed, limit) => Step::Comes(id % (count + 2) + 1, class, guaranteed, limit),
                 Step::Tampered(id) => Step::Tampered(id % count + 1),
                 Step::Stopped(id) => Step::Stopped(id % count + 1),
-                Step::Asks(id, gib) => Step::Asks(id % count + 1, gib),
+                Step::Asks(id, n, gib) => Step::Asks(id % count + 1, n, gib),
                 Step::Ends(id) => Step::Ends(id % count + 1),
                 Step::Waited(id, pieces, time) => Step::Waited(id % count + 1, pieces, time),
                 other => other,
@@ -365,10 +379,8 @@ fn controls_wait_for_latency_work_that_is_expected() {
         world.tenant(id, spec(Class::Batch, 0.0), &[0]);
         world.set_busy(id, true);
     }
-    let (latency, batch) = (world.group(1), world.group(2));
+    let batch = world.group(2);
     for request in 1..60 {
-        let now = world.now;
-        world.controller.handle(now, Event::Arrival(latency, now));
         world.set_busy(1, true);
         world.run_for(Micros(1_000));
         world.set_busy(1, false);

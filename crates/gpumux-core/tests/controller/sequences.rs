@@ -4,14 +4,21 @@ use gpumux_core::{Class, DomainId, Micros, Timeslice, UserId};
 
 use super::{
     properties::Step::{self, Asks, Busy, Ends, Fails, Hangs, Idle, Pass, Stopped, Tampered},
-    world::{GIB, Manner, Seen, World, spec, with_memory},
+    world::{GIB, Late, Manner, Seen, World, spec, with_memory},
 };
 
-fn play(world: impl Fn() -> World, steps: &[Step], length: u32) {
+/// How late things are known, in turn.
+const LATE: [Late; 3] = [
+    Late::of(0, 0, 0),
+    Late::of(500, 1_000, 1_000),
+    Late::of(5_000, 10_000, 50_000),
+];
+
+fn play(world: impl Fn(Late) -> World, steps: &[Step], length: u32) {
     let count = (steps.len() as u64).pow(length);
     let mut seen = Seen::default();
     for n in 0..count {
-        let mut world = world();
+        let mut world = world(LATE[n as usize % LATE.len()]);
         let mut left = n;
         for _ in 0..length {
             steps[(left % steps.len() as u64) as usize].apply(&mut world);
@@ -34,8 +41,9 @@ fn play(world: impl Fn() -> World, steps: &[Step], length: u32) {
 
 #[test]
 pub(crate) fn latency_beside_batch_survives_every_sequence() {
-    let world = || {
+    let world = |late| {
         let mut world = World::new("priority", 1);
+        world.late = late;
         world.tenant(1, with_memory(spec(Class::Latency, 0.3), GIB), &[0]);
         world.tenant(2, spec(Class::Batch, 0.2), &[0]);
         world.tenant(3, spec(Class::Batch, 0.0), &[0]);
@@ -49,7 +57,7 @@ pub(crate) fn latency_beside_batch_survives_every_sequence() {
         Hangs(3),
         Tampered(2),
         Ends(3),
-        Asks(2, 45),
+        Asks(2, 0, 45),
         Stopped(3),
         Pass(Micros::from_secs(2)),
     ];
@@ -58,8 +66,9 @@ pub(crate) fn latency_beside_batch_survives_every_sequence() {
 
 #[test]
 pub(crate) fn a_gang_beside_others_survives_every_sequence() {
-    let world = || {
+    let world = |late| {
         let mut world = World::new("priority", 2);
+        world.late = late;
         world.tenant(1, spec(Class::Batch, 0.3), &[0, 1]);
         world.tenant(2, spec(Class::Latency, 0.0), &[0]);
         world.tenant(3, spec(Class::Batch, 0.0), &[1]);
@@ -75,7 +84,7 @@ pub(crate) fn a_gang_beside_others_survives_every_sequence() {
         Hangs(3),
         Tampered(1),
         Ends(2),
-        Asks(2, 45),
+        Asks(2, 0, 45),
         Pass(Micros::from_secs(2)),
     ];
     play(world, &steps, 3);

@@ -14,12 +14,14 @@ use std::{
 use gpumux_core::{
     Class, Control, Costs, Demand, DomainId, DomainState, Micros, Progress, RunState, Snapshot,
     TenantId, TenantSpec, TenantState, Timeslice, UserId,
-    broker::{self, Activity, Ask, Broker, Order, ProcessId, Reply, Terms},
+    broker::{self, Activity, Ask, Broker, ProcessId, Terms},
     controller::{BACKOFF, Command, Controller, DEADLINE, Event, Mutation, NewDomain, Outcome},
     fractions,
-    ledger::{Holding, Kind},
+    ledger::Kind,
     policy, space,
 };
+
+use memory::{Happens, Process};
 
 thread_local! {
     /// The fault that controllers of this thread have.
@@ -47,6 +49,29 @@ const DEFERRED: Micros = Micros::from_millis(5);
 /// How long a gang may run on one of its devices only: while the controls of a handover are issued.
 const PART: Micros = Micros::from_millis(20);
 
+/// How late things are noticed. As in the simulator, also while a control is under way.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Late {
+    /// Each packet between the daemon and a process takes up to so long, and none overtakes another.
+    pub(crate) packets: Micros,
+    /// Pages are looked at so long after they have changed, or before a control.
+    pub(crate) looks: Micros,
+    /// A process's end is noticed after so long, and its tenant's after as long again.
+    pub(crate) ends: Micros,
+}
+
+impl Late {
+    /// In µs.
+    pub(crate) const fn of(packets: u64, looks: u64, ends: u64) -> Self {
+        let (packets, looks, ends) = (Micros(packets), Micros(looks), Micros(ends));
+        Self {
+            packets,
+            looks,
+            ends,
+        }
+    }
+}
+
 /// How a group's controls behave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Manner {
@@ -61,6 +86,7 @@ pub(crate) enum Manner {
 pub(crate) struct Group {
     pub(crate) device: usize,
     pub(crate) tenant: u64,
+    process: ProcessId,
     /// The MPS group whose channel group this handle leads to, if it is one of several.
     pub(crate) shared: Option<DomainId>,
     pub(crate) frozen: bool,
@@ -74,24 +100,17 @@ pub(crate) struct Group {
     tampered: Micros,
     /// Since when it has waited with work, its memory there and its controls working.
     waits: Option<Micros>,
+    /// What its program had done, and when its work had come, at the last look.
+    seen: (Progress, Option<Micros>),
 }
 
 #[derive(Clone, Debug)]
 struct Tenant {
     user: UserId,
     spec: TenantSpec,
-    groups: Vec<DomainId>,
-    busy: bool,
-    progress: Progress,
-    idle_since: Micros,
-    /// What its process has, by device.
-    holding: BTreeMap<usize, Holding>,
-    /// Its process answers no order.
-    stopped: bool,
-    /// Until then it carries out an order: one after the other.
-    at_work: Micros,
-    mailbox: Vec<(u64, Order)>,
-    kept: u64,
+    /// What its processes have groups on, and as members of which.
+    devices: Vec<usize>,
+    shared: Option<DomainId>,
     /// Since when it has work and its memory is away.
     away: Option<Micros>,
 }
@@ -99,9 +118,13 @@ struct Tenant {
 #[derive(Clone, Debug)]
 enum Due {
     Ended(Command),
-    Broker(broker::Event),
-    /// A process may carry out its next orders.
-    Next(ProcessId),
+    /// A process's packet comes.
+    Packet(ProcessId, broker::Event),
+    Process(ProcessId, Happens),
+    Look,
+    /// The end of a process, or of a tenant, is noticed.
+    Left(ProcessId),
+    Forgotten(u64),
 }
 
 /// What a world has seen.
@@ -116,14 +139,21 @@ pub(crate) struct Seen {
 
 pub(crate) struct World {
     pub(crate) now: Micros,
+    /// Set before there are tenants.
+    pub(crate) late: Late,
     pub(crate) controller: Controller,
     broker: Broker,
     pub(crate) groups: BTreeMap<DomainId, Group>,
     tenants: BTreeMap<u64, Tenant>,
+    processes: BTreeMap<ProcessId, Process>,
     freezing: BTreeSet<TenantId>,
+    /// Tenants that stay frozen.
+    swapped_out: BTreeSet<TenantId>,
     queue: BTreeMap<(Micros, u64), Due>,
     sequence: u64,
     tickets: u32,
+    /// Processes and groups so far: each has a name of its own.
+    made: u64,
     checked: Micros,
     devices: usize,
     /// Until then a control of a group that is gone may hang.
@@ -160,14 +190,18 @@ impl World {
         }
         Self {
             now,
+            late: Late::default(),
             controller,
             broker,
             groups: BTreeMap::new(),
             tenants: BTreeMap::new(),
+            processes: BTreeMap::new(),
             freezing: BTreeSet::new(),
+            swapped_out: BTreeSet::new(),
             queue: BTreeMap::new(),
             sequence: 0,
             tickets: 0,
+            made: 0,
             checked: now,
             devices,
             hung: Micros::ZERO,
@@ -192,38 +226,43 @@ impl World {
         devices: &[usize],
         shared: Option<DomainId>,
     ) {
-        let tenant = TenantId(id);
         self.declare(id, user, spec.clone());
-        let groups = devices
-            .iter()
-            .map(|device| DomainId(id * 8 + *device as u64));
-        let groups: Vec<DomainId> = groups.collect();
         let known = Tenant {
             user,
             spec,
-            groups: groups.clone(),
-            busy: false,
-            progress: Progress::default(),
-            idle_since: self.now,
-            holding: BTreeMap::new(),
-            stopped: false,
-            at_work: Micros::ZERO,
-            mailbox: Vec::new(),
-            kept: 0,
+            devices: devices.to_vec(),
+            shared,
             away: None,
         };
         self.tenants.insert(id, known);
-        self.memory(broker::Event::Joined(ProcessId(id), tenant));
-        for (&device, id) in devices.iter().zip(groups) {
+        self.join(id);
+    }
+
+    fn name(&mut self) -> u64 {
+        self.made += 1;
+        self.made
+    }
+
+    /// A process of a tenant begins.
+    pub(crate) fn join(&mut self, id: u64) {
+        let (tenant, process) = (TenantId(id), ProcessId(self.name()));
+        let known = &self.tenants[&id];
+        let (devices, shared) = (known.devices.clone(), known.shared);
+        self.processes.insert(process, Process::new(id, self.now));
+        self.memory(broker::Event::Joined(process, tenant));
+        self.memory(broker::Event::Confirms(process));
+        for device in devices {
+            let id = DomainId(self.name());
             // The driver library of each process that joins sets the timeslice, of all.
             for other in self.groups.values_mut() {
                 if shared.is_some() && other.shared == shared {
-                    other.timeslice = Timeslice::DEFAULT;
+                    (other.timeslice, other.tampered) = (Timeslice::DEFAULT, self.now);
                 }
             }
             let group = Group {
                 device,
                 tenant: tenant.0,
+                process,
                 shared,
                 frozen: false,
                 timeslice: Timeslice::DEFAULT,
@@ -232,6 +271,7 @@ impl World {
                 hung: None,
                 tampered: Micros::ZERO,
                 waits: None,
+                seen: Default::default(),
             };
             self.groups.insert(id, group);
             let new = NewDomain {
@@ -246,6 +286,7 @@ impl World {
             };
             self.controller.handle(self.now, Event::Came(new));
         }
+        self.park();
         self.settle();
     }
 
@@ -253,53 +294,85 @@ impl World {
         self.tenants.contains_key(&id)
     }
 
+    /// How many processes of a tenant are not known to have ended.
+    pub(crate) fn processes(&self, id: u64) -> usize {
+        self.processes.values().filter(|it| it.tenant == id).count()
+    }
+
+    /// The last process of a tenant that lives: what happens to the tenant happens to this.
+    fn process(&mut self, id: u64) -> Option<(ProcessId, &mut Process)> {
+        let mut all = self.processes.iter_mut().rev();
+        let (id, it) = all.find(|(_, it)| it.tenant == id && !it.ended)?;
+        Some((*id, it))
+    }
+
     pub(crate) fn set_busy(&mut self, id: u64, busy: bool) {
-        let now = self.now;
-        let Some(tenant) = self.tenants.get_mut(&id).filter(|it| it.busy != busy) else {
-            return;
-        };
-        (tenant.busy, tenant.idle_since) = (busy, now);
-        for group in tenant.groups.clone() {
-            let demand = if busy { Demand::Busy } else { Demand::Idle };
-            self.controller.handle(now, Event::Demand(group, demand));
+        if let Some((id, _)) = self.process(id) {
+            self.works(id, busy);
         }
-        self.settle();
+    }
+
+    fn works(&mut self, id: ProcessId, busy: bool) {
+        let now = self.now;
+        let process = self.processes.get_mut(&id);
+        if let Some(process) = process.filter(|it| !it.ended && it.busy != busy) {
+            if busy && process.idle_since + Progress::GAP <= now {
+                process.came = Some(now);
+            }
+            (process.busy, process.idle_since) = (busy, now);
+            self.due(self.late.looks, Due::Look);
+        }
     }
 
     /// Its program has waited for so many pieces of work, which took so long.
     pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros, waits: Micros) {
-        let Some(tenant) = self.tenants.get_mut(&id) else {
-            return;
-        };
-        tenant.progress.waits += 1;
-        tenant.progress.pieces += pieces;
-        tenant.progress.busy += time;
-        tenant.progress.waited_us += waits.0 as u32;
-        tenant.progress.submitted += pieces;
-        self.report_progress(id);
+        if let Some((_, process)) = self.process(id) {
+            process.progress.waits += 1;
+            process.progress.pieces += pieces;
+            process.progress.busy += time;
+            self.submitted(id, pieces, waits);
+        }
     }
 
     /// Its program has submitted so many pieces of work, waited for so long, and not for all of them.
     pub(crate) fn submitted(&mut self, id: u64, pieces: u64, waits: Micros) {
-        if let Some(tenant) = self.tenants.get_mut(&id) {
-            tenant.progress.submitted += pieces;
-            tenant.progress.waited_us += waits.0 as u32;
-            self.report_progress(id);
+        if let Some((_, process)) = self.process(id) {
+            process.progress.submitted += pieces;
+            process.progress.waited_us += waits.0 as u32;
+            self.due(self.late.looks, Due::Look);
         }
     }
 
-    fn report_progress(&mut self, id: u64) {
-        let (now, tenant) = (self.now, &self.tenants[&id]);
-        for group in tenant.groups.clone() {
-            let event = Event::Progress(group, tenant.progress);
-            self.controller.handle(now, event);
+    /// Pages are looked at.
+    fn look(&mut self) {
+        for (id, group) in &mut self.groups {
+            let process = &self.processes[&group.process];
+            let (progress, came) = (process.progress, process.came);
+            let before = std::mem::replace(&mut group.seen, (progress, came));
+            let arrival = came.filter(|_| came != before.1);
+            let progress = Some(progress).filter(|it| *it != before.0);
+            let demand = if process.busy {
+                Demand::Busy
+            } else {
+                Demand::Idle
+            };
+            let at_work = process.busy && !group.frozen;
+            let news = arrival.map(|at| Event::Arrival(*id, at)).into_iter();
+            let news = news.chain(progress.map(|it| Event::Progress(*id, it)));
+            for event in news.chain([Event::Demand(*id, demand), Event::AtWork(*id, at_work)]) {
+                self.controller.handle(self.now, event);
+            }
         }
-        self.settle();
+    }
+
+    /// The groups of a tenant.
+    fn groups_of(&self, id: u64) -> impl Iterator<Item = (&DomainId, &Group)> {
+        self.groups.iter().filter(move |(_, it)| it.tenant == id)
     }
 
     /// A tenant's group on its first device.
     pub(crate) fn group(&self, id: u64) -> DomainId {
-        self.tenants[&id].groups[0]
+        *self.groups_of(id).next().expect("it has one").0
     }
 
     /// The timeslice of that group.
@@ -317,14 +390,19 @@ impl World {
         }
     }
 
-    pub(crate) fn set_stopped(&mut self, id: u64, stopped: bool) {
-        if let Some(tenant) = self.tenants.get_mut(&id) {
-            tenant.stopped = stopped;
-            if !stopped {
-                self.deliver_waiting(ProcessId(id));
-            }
+    pub(crate) fn stop(&mut self, id: u64) {
+        if let Some((_, process)) = self.process(id) {
+            process.stopped = true;
         }
-        self.settle();
+    }
+
+    /// A process goes on, if it was stopped: what came meanwhile happens to it.
+    fn go_on(&mut self, id: ProcessId) {
+        if let Some(process) = self.processes.get_mut(&id) {
+            process.stopped = false;
+            let waiting = std::mem::take(&mut process.mailbox);
+            waiting.into_iter().for_each(|it| self.happens(id, it));
+        }
     }
 
     /// A tenant's spec becomes this one.
@@ -378,29 +456,49 @@ impl World {
         self.settle();
     }
 
-    /// A tenant's process ends.
+    /// A tenant's process ends. The daemon keeps its files, and so its groups, until it notices.
     pub(crate) fn kill(&mut self, id: u64) {
-        let Some(tenant) = self.tenants.remove(&id) else {
-            return;
-        };
-        for group in tenant.groups {
-            let was = self.groups.remove(&group);
-            if was.is_some_and(|it| it.manner == Manner::Hangs || it.hung.is_some()) {
+        if let Some((process, it)) = self.process(id) {
+            it.ended = true;
+            self.due(self.late.ends, Due::Left(process));
+        }
+    }
+
+    /// The end of a process is noticed: what it sent before, and was not read, is read no more.
+    fn leave(&mut self, process: ProcessId) {
+        (self.queue).retain(
+            |_, due| !matches!(due, Due::Packet(of, _) | Due::Process(of, _) if *of == process),
+        );
+        let tenant = self
+            .processes
+            .remove(&process)
+            .expect("it was there")
+            .tenant;
+        for (id, group) in self.groups.extract_if(.., |_, it| it.process == process) {
+            if group.manner == Manner::Hangs || group.hung.is_some() {
                 self.hung = self.now + DEADLINE + SOON;
             }
-            self.controller.handle(self.now, Event::Gone(group));
+            self.controller.handle(self.now, Event::Gone(id));
         }
-        self.queue.retain(|_, due| {
-            !matches!(due, Due::Broker(
-                broker::Event::Reply(it, ..) | broker::Event::Keeps(it, _) | broker::Event::Holds { process: it, .. }
-            ) if it.0 == id)
-        });
-        self.freezing.remove(&TenantId(id));
-        self.controller
-            .handle(self.now, Event::TenantGone(TenantId(id)));
-        self.memory(broker::Event::Left(ProcessId(id)));
-        self.memory(broker::Event::TenantGone(TenantId(id)));
-        self.settle();
+        self.memory(broker::Event::Left(process));
+        self.due(self.late.ends, Due::Forgotten(tenant));
+    }
+
+    /// A tenant ends with its last process.
+    fn forget(&mut self, id: u64) {
+        if self.processes(id) == 0 && self.has(id) {
+            let tenant = TenantId(id);
+            self.tenants.remove(&id);
+            self.controller.handle(self.now, Event::TenantGone(tenant));
+            self.memory(broker::Event::TenantGone(tenant));
+            self.freezing.remove(&tenant);
+            self.swapped_out.remove(&tenant);
+        }
+    }
+
+    fn due(&mut self, delay: Micros, due: Due) {
+        self.sequence += 1;
+        self.queue.insert((self.now + delay, self.sequence), due);
     }
 
     pub(crate) fn run_for(&mut self, time: Micros) {
@@ -421,8 +519,11 @@ impl World {
             let due = self.queue.first_entry().filter(|it| it.key().0 <= self.now);
             match due.map(|it| it.remove()) {
                 Some(Due::Ended(command)) => self.end(command),
-                Some(Due::Broker(event)) => self.memory(event),
-                Some(Due::Next(process)) => self.deliver_waiting(process),
+                Some(Due::Packet(_, event)) => self.memory(event),
+                Some(Due::Process(process, what)) => self.happens(process, what),
+                Some(Due::Look) => self.look(),
+                Some(Due::Left(id)) => self.leave(id),
+                Some(Due::Forgotten(id)) => self.forget(id),
                 None if self.broker.next_wakeup().is_some_and(|at| at <= self.now) => {
                     self.memory(broker::Event::Tick);
                 }
@@ -468,7 +569,7 @@ impl World {
         let group = &self.groups[&command.control.domain()];
         let (device, issued) = (group.device, command.deadline.saturating_sub(DEADLINE));
         let short = !group.frozen && group.timeslice < SHORT;
-        let others = self.tenants.values().all(|it| it.idle_since < issued);
+        let others = self.processes.values().all(|it| it.idle_since < issued);
         let event = Event::Ended(command.id, outcome);
         self.controller.handle(self.now, event);
         // Two that were enabled without work may begin at once; but no control lets them meet.

@@ -10,6 +10,7 @@ fn two(tenants: &[(Class, u64, u64)]) -> World {
         tenants: tenants.to_vec(),
         ranks: 1,
         droppable: (0, 0),
+        crosses: false,
         refusals: 0,
         lateness: 0,
         deaths: 0,
@@ -138,4 +139,32 @@ pub(crate) fn ranks_have_their_parts_together_in_every_order() {
     }
     println!("covered: two ranks of two tenants, 3 worlds: {all} states");
     assert!(all > 1000);
+}
+
+/// Packets between the broker and two tenants that take turns, in every order in which they may arrive.
+#[test]
+pub(crate) fn packets_that_cross_in_every_order() {
+    let classes = [
+        EQUAL.to_vec(),
+        vec![(Class::Latency, 50, 50), (Class::Batch, 0, 79)],
+        vec![(Class::Standard, 30, 60), (Class::Batch, 40, 69)],
+    ];
+    let mut all = 0;
+    for tenants in classes {
+        let world = World {
+            crosses: true,
+            ..two(&tenants)
+        };
+        // With changes of activity, one world has a million states.
+        for failures in &ONE[1..] {
+            all += with_failures(&world, *failures, 20);
+        }
+    }
+    let ranks = World {
+        ranks: 2,
+        crosses: true,
+        ..two(&[(Class::Batch, 0, 40), (Class::Batch, 0, 40)])
+    };
+    all += with_failures(&ranks, (0, 0, 1, 0), 20);
+    println!("covered: packets that cross, 10 worlds: {all} states");
 }

@@ -21,24 +21,19 @@ impl World {
         let member = |it: &Group| it.shared == group.shared && it.frozen;
         let others = group.shared.is_some() && self.groups.values().any(member);
         let frozen = group.frozen || others;
-        !frozen && self.tenants.get(&group.tenant).is_some_and(|it| it.busy)
+        !frozen && self.processes[&group.process].busy
     }
 
-    pub(super) fn is_away(&self, tenant: u64) -> bool {
-        let tenant = self.tenants.get(&tenant);
-        tenant.is_some_and(|it| it.holding.values().any(|it| it.swapped > 0))
+    pub(super) fn is_away(&self, process: ProcessId) -> bool {
+        self.processes[&process].swapped() > 0
     }
 
     /// Whether the controller may control all groups of a tenant, also by their other members, and its memory is there.
     pub(super) fn is_sound(&self, tenant: u64) -> bool {
-        let groups = self.tenants.get(&tenant).map(|it| &it.groups);
-        let shared = |id: &DomainId| self.groups[id].shared;
-        let own: Vec<_> = groups.into_iter().flatten().collect();
-        let meant = |id: &DomainId| {
-            let member = shared(id).is_some() && own.iter().any(|it| shared(it) == shared(id));
-            member || own.contains(&id)
-        };
-        let mut known = self.groups.iter().filter(|(id, _)| meant(id));
+        let shared = self.tenants[&tenant].shared;
+        let member = |it: &Group| shared.is_some() && it.shared == shared;
+        let meant = |it: &Group| it.tenant == tenant || member(it);
+        let mut known = self.groups.iter().filter(|(_, it)| meant(it));
         known.all(|(id, group)| {
             let known = self.controller.domain(*id).expect("it came");
             group.manner == Manner::Works && !known.is_faulty() && !known.swapped_out
@@ -72,8 +67,8 @@ impl World {
             }
             let running = self.groups.values().filter(here).any(|it| self.runs(it));
             let single = |it: &Group| {
-                let tenant = &self.tenants[&it.tenant];
-                tenant.busy && tenant.groups.len() == 1 && self.is_sound(it.tenant)
+                let busy = self.processes[&it.process].busy;
+                busy && self.groups_of(it.tenant).count() == 1 && self.is_sound(it.tenant)
             };
             let could = self.groups.values().filter(here).any(single);
             if could && !running && !hangs {
@@ -82,7 +77,7 @@ impl World {
         }
         for (id, group) in &self.groups {
             let known = self.controller.domain(*id).expect("it came");
-            if self.is_away(group.tenant) {
+            if self.is_away(group.process) {
                 assert!(group.frozen, "computes while its memory is away: {id:?}");
             }
             // What is not as the controller knows it was set by another program, or is being set.
@@ -110,9 +105,14 @@ impl World {
                 );
             }
         }
-        for (id, tenant) in &self.tenants {
-            let runs = tenant.groups.iter().map(|it| self.runs(&self.groups[it]));
-            let states: BTreeSet<bool> = runs.collect();
+        for id in self.tenants.keys() {
+            // On each device, one of its processes.
+            let mut here: BTreeMap<usize, bool> = BTreeMap::new();
+            let busy = self.groups_of(*id).map(|it| it.1);
+            for group in busy.filter(|it| self.processes[&it.process].busy) {
+                *here.entry(group.device).or_default() |= self.runs(group);
+            }
+            let states: BTreeSet<bool> = here.into_values().collect();
             if self.is_sound(*id) && states.len() > 1 && !hangs {
                 wrong.insert(("runs in part", *id));
             }
@@ -135,12 +135,32 @@ impl World {
         self.measure_waits(hangs);
     }
 
+    /// Memory is handed out once, and accounted for.
+    pub(super) fn check_memory(&self) {
+        for (device, line) in (0..).zip(self.broker.lines()) {
+            let has = |it: &Process| it.holding.get(&device).map(|it| it.resident());
+            let resident: u64 = self.processes.values().filter_map(has).sum();
+            let room = line.capacity - line.occupied;
+            assert!(
+                resident <= room,
+                "{resident} bytes of {room} at {}",
+                self.now
+            );
+            let accounted = line.entries.iter().map(|(_, it)| it.holding.resident());
+            let accounted: u64 = accounted.sum();
+            assert!(
+                accounted >= resident,
+                "{accounted} accounted for, {resident} in use"
+            );
+        }
+    }
+
     /// How long tenants wait with work although their memory is there.
     pub(super) fn measure_waits(&mut self, hangs: bool) {
         let now = self.now;
         let waiting: Vec<(DomainId, bool)> = (self.groups.iter())
             .map(|(id, it)| {
-                let busy = self.tenants[&it.tenant].busy;
+                let busy = self.processes[&it.process].busy;
                 let waits = busy && it.frozen && !hangs && self.is_sound(it.tenant);
                 (*id, waits)
             })
@@ -152,9 +172,11 @@ impl World {
             let waited = since.map_or(Micros::ZERO, |since| now.saturating_sub(since));
             self.longest_wait = self.longest_wait.max(waited);
         }
-        let away: Vec<(u64, bool)> = (self.tenants.iter())
-            .map(|(id, it)| (*id, it.busy && self.is_away(*id)))
-            .collect();
+        let away = self.tenants.keys().map(|id| {
+            let mut own = self.processes.values().filter(|it| it.tenant == *id);
+            (*id, own.any(|it| it.busy && it.swapped() > 0))
+        });
+        let away: Vec<(u64, bool)> = away.collect();
         for (id, away) in away {
             let tenant = self.tenants.get_mut(&id).expect("known");
             tenant.away = away.then(|| tenant.away.unwrap_or(now));
@@ -212,7 +234,7 @@ impl World {
                         timeslice: it.timeslice,
                         ..DomainState::new(name, TenantId(it.tenant), Demand::Idle, Micros::ZERO)
                     });
-                    if self.tenants[&it.tenant].busy {
+                    if self.processes[&it.process].busy {
                         state.demand = Demand::Busy;
                     }
                     if it.frozen {

@@ -1,12 +1,88 @@
 //! The tenants' memory and their processes, as the broker commands them.
 
+use std::collections::VecDeque;
+
+use gpumux_core::{
+    broker::{Order, Reply},
+    ledger::Holding,
+};
+
 use super::*;
+
+/// A tenant's process, its page, and its memory as its library has it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Process {
+    pub(super) tenant: u64,
+    pub(super) busy: bool,
+    pub(super) idle_since: Micros,
+    /// When its work came, after a pause.
+    pub(super) came: Option<Micros>,
+    pub(super) progress: Progress,
+    /// What it has of each device.
+    pub(super) holding: BTreeMap<usize, Holding>,
+    /// Of that, what came while its gate was closed: no thread uses it yet, so that it stays.
+    fresh: BTreeMap<usize, u64>,
+    /// How often it has said what it has of each device.
+    told: BTreeMap<usize, u64>,
+    /// By name, what it has asked for: of which device, and how often it had said what it has there.
+    asked: BTreeMap<u32, (usize, u64)>,
+    kept: u64,
+    /// Its gate is.
+    closed: bool,
+    /// Orders, carried out one after the other. The first is under way, and called off if it is not wanted any more.
+    orders: VecDeque<(u64, Order)>,
+    called_off: bool,
+    /// What that moves, of each device.
+    moves: BTreeMap<usize, u64>,
+    /// It answers nothing, until it goes on.
+    pub(super) stopped: bool,
+    pub(super) mailbox: Vec<Happens>,
+    pub(super) ended: bool,
+    /// When the last packets arrive that were sent to it and by it.
+    last: [Micros; 2],
+}
+
+/// What happens to a process.
+#[derive(Clone, Debug)]
+pub(super) enum Happens {
+    Ordered(u64, Order),
+    Granted(u32, u64),
+    /// Its first order is carried out.
+    Done,
+}
+
+impl Process {
+    pub(super) fn new(tenant: u64, now: Micros) -> Self {
+        Self {
+            tenant,
+            idle_since: now,
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn swapped(&self) -> u64 {
+        self.holding.values().map(|it| it.swapped).sum()
+    }
+
+    /// What it would move, of each device.
+    fn movable(&self, least: u64) -> BTreeMap<usize, u64> {
+        let moves = |(device, it): (&usize, &Holding)| {
+            let fresh = self.fresh.get(device).copied().unwrap_or(0);
+            (*device, (it.movable - fresh).min(least))
+        };
+        self.holding.iter().map(moves).collect()
+    }
+
+    fn open(&mut self) {
+        self.closed = false;
+        self.fresh.clear();
+    }
+}
 
 impl World {
     pub(super) fn report_frozen(&mut self) {
         for tenant in self.freezing.clone() {
-            let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
-            let all = groups.into_iter().flatten();
+            let all = self.groups_of(tenant.0).map(|(id, _)| *id);
             let known: Vec<_> = all.filter_map(|id| self.controller.domain(id)).collect();
             let result = if known.iter().any(|it| it.is_faulty()) {
                 Err("a control failed".into())
@@ -20,11 +96,17 @@ impl World {
         }
     }
 
-    pub(crate) fn ask(&mut self, id: u64, device: usize, bytes: u64) {
-        if !self.has(id) {
-            return;
-        }
+    /// A tenant's process asks for memory of the n-th of its devices.
+    pub(crate) fn ask(&mut self, id: u64, n: usize, bytes: u64) {
+        let devices = self.tenants.get(&id).map(|it| it.devices.clone());
+        let device = devices.map_or(0, |all| all[n % all.len()]);
         self.tickets += 1;
+        let ticket = self.tickets;
+        let Some((name, process)) = self.process(id).filter(|it| !it.1.stopped) else {
+            return;
+        };
+        let told = process.told.get(&device).copied().unwrap_or(0);
+        process.asked.insert(ticket, (device, told));
         let ask = Ask {
             device: uuid(device),
             total: CAPACITY,
@@ -33,48 +115,31 @@ impl World {
             kind: Kind::Movable,
             part: None,
         };
-        self.memory(broker::Event::Ask {
-            process: ProcessId(id),
-            ticket: self.tickets,
+        let ask = broker::Event::Ask {
+            process: name,
+            ticket,
             ask,
-        });
-        self.settle();
+        };
+        self.send(name, ask);
     }
 
     /// A tenant's process frees half of what it has on its devices.
     pub(crate) fn free(&mut self, id: u64) {
-        let Some(tenant) = self.tenants.get(&id).filter(|it| !it.stopped) else {
-            return;
-        };
-        for (device, holding) in tenant.holding.clone() {
-            let movable = holding.movable / 2;
-            let event = holds(ProcessId(id), device, Holding { movable, ..holding });
-            self.memory(event);
+        let able = |it: &Process| !it.stopped && !it.closed;
+        if let Some((id, process)) = self.process(id).filter(|it| able(it.1)) {
+            (process.holding.values_mut()).for_each(|it| it.movable /= 2);
+            self.say_all(id);
         }
-        self.settle();
     }
 
     /// Something happened that concerns memory.
     pub(super) fn memory(&mut self, event: broker::Event) {
-        if let broker::Event::Holds {
-            process,
-            device,
-            holding,
-            ..
-        } = &event
-            && let Some(tenant) = self.tenants.get_mut(&process.0)
-        {
-            let at = (0..self.devices).find(|at| uuid(*at) == *device);
-            tenant.holding.insert(at.expect("a device"), *holding);
-        }
         let all = self.tenants.iter().map(|(id, it)| {
+            let own = || self.processes.values().filter(|it| it.tenant == *id);
             let activity = Activity {
-                busy: it.busy,
-                idle_since: it.idle_since,
-                in_group: it
-                    .groups
-                    .iter()
-                    .any(|id| self.groups.get(id).is_some_and(|it| it.shared.is_some())),
+                busy: own().any(|it| it.busy),
+                idle_since: own().map(|it| it.idle_since).max().unwrap_or_default(),
+                in_group: it.shared.is_some(),
                 ..Activity::default()
             };
             (TenantId(*id), activity)
@@ -85,23 +150,31 @@ impl World {
                 self.carry_out(command);
             }
         }
+        self.check_memory();
     }
 
     pub(super) fn carry_out(&mut self, command: broker::Command) {
         match command {
-            broker::Command::Order(process, op, order) => self.deliver(process, op, order),
+            broker::Command::Order(process, op, order) => {
+                self.travels(process, Due::Process(process, Happens::Ordered(op, order)));
+            }
             broker::Command::Grant {
                 process,
-                ticket: _,
+                ticket,
                 bytes,
-            } => self.granted(process, bytes),
+            } => self.travels(
+                process,
+                Due::Process(process, Happens::Granted(ticket, bytes)),
+            ),
             broker::Command::Freeze(tenant) => {
-                self.park(tenant, true);
+                self.swapped_out.insert(tenant);
+                self.park();
                 self.freezing.insert(tenant);
             }
             broker::Command::Thaw(tenant) => {
                 self.freezing.remove(&tenant);
-                self.park(tenant, false);
+                self.swapped_out.remove(&tenant);
+                self.park();
             }
             broker::Command::Moved { .. } => self.seen.moves += 1,
             broker::Command::Answer(..)
@@ -112,126 +185,198 @@ impl World {
         }
     }
 
-    /// What is granted is on the first device: all ask there.
-    pub(super) fn granted(&mut self, process: ProcessId, bytes: u64) {
-        if let Some(tenant) = self.tenants.get_mut(&process.0) {
-            let device = tenant.groups.first().map_or(0, |it| self.groups[it].device);
-            tenant.holding.entry(device).or_default().movable += bytes;
-        }
-    }
-
-    pub(super) fn park(&mut self, tenant: TenantId, swapped_out: bool) {
-        let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
-        for id in groups.into_iter().flatten() {
+    pub(super) fn park(&mut self) {
+        for (id, group) in &self.groups {
+            let away = self.swapped_out.contains(&TenantId(group.tenant));
             self.controller
-                .handle(self.now, Event::SwappedOut(id, swapped_out));
+                .handle(self.now, Event::SwappedOut(*id, away));
         }
     }
 
-    /// A process sends something after a while, and carries out no other order before.
-    pub(super) fn later(&mut self, process: ProcessId, delay: Micros, event: broker::Event) {
-        let at = self.now + delay;
-        if let Some(tenant) = self.tenants.get_mut(&process.0) {
-            tenant.at_work = at;
-        }
-        for due in [Due::Broker(event), Due::Next(process)] {
-            self.sequence += 1;
-            self.queue.insert((at, self.sequence), due);
-        }
-    }
-
-    pub(super) fn deliver_waiting(&mut self, process: ProcessId) {
-        let tenant = self.tenants.get_mut(&process.0);
-        let waiting = tenant.map(|it| std::mem::take(&mut it.mailbox));
-        for (op, order) in waiting.into_iter().flatten() {
-            self.deliver(process, op, order);
+    /// A packet to a process, or by it, arrives after a while, and after those before it.
+    fn travels(&mut self, process: ProcessId, packet: Due) {
+        self.sequence += 1;
+        // Each takes another time.
+        let scattered = self.sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let delay = Micros(scattered % (self.late.packets.0 + 1));
+        if let Some(process) = self.processes.get_mut(&process) {
+            let by_it = matches!(packet, Due::Packet(..));
+            let last = &mut process.last[usize::from(by_it)];
+            *last = (self.now + delay).max(*last);
+            self.queue.insert((*last, self.sequence), packet);
         }
     }
 
-    pub(super) fn deliver(&mut self, process: ProcessId, op: u64, order: Order) {
-        let Some(tenant) = self.tenants.get_mut(&process.0) else {
+    fn send(&mut self, process: ProcessId, event: broker::Event) {
+        self.travels(process, Due::Packet(process, event));
+    }
+
+    /// A process reports what it has of a device.
+    fn say(&mut self, process: ProcessId, device: usize) {
+        let own = self.processes.get_mut(&process).expect("it is there");
+        *own.told.entry(device).or_default() += 1;
+        let holding = own.holding[&device];
+        let holds = broker::Event::Holds {
+            process,
+            device: uuid(device),
+            total: CAPACITY,
+            holding,
+        };
+        self.send(process, holds);
+    }
+
+    fn say_all(&mut self, process: ProcessId) {
+        let devices = self.processes[&process].holding.keys();
+        for device in devices.copied().collect::<Vec<_>>() {
+            self.say(process, device);
+        }
+    }
+
+    /// Something happens to a process, unless it has ended; once it goes on, if it is stopped.
+    pub(super) fn happens(&mut self, id: ProcessId, what: Happens) {
+        let process = self.processes.get_mut(&id);
+        let Some(process) = process.filter(|it| !it.ended) else {
             return;
         };
-        if tenant.stopped || self.now < tenant.at_work {
-            tenant.mailbox.push((op, order));
-            return;
+        if process.stopped {
+            return process.mailbox.push(what);
         }
-        let reply = |reply| broker::Event::Reply(process, op, reply);
-        let idle = !tenant.busy;
-        match order {
-            Order::Resume => {}
-            Order::Trim => {
-                for (device, holding) in tenant.holding.clone() {
-                    let event = holds(process, device, holding);
-                    self.later(process, Micros::ZERO, event);
+        match what {
+            Happens::Granted(ticket, bytes) => self.granted(id, ticket, bytes),
+            Happens::Ordered(op, Order::Trim) => {
+                self.say_all(id);
+                self.send(id, broker::Event::Reply(id, op, Reply::Done));
+            }
+            Happens::Ordered(op, order) => {
+                let closes = |it: &Order| matches!(it, Order::Quiesce { .. });
+                if order == Order::Resume || closes(&order) {
+                    // A gate that is not closed yet needs not be, or is closed by the later order.
+                    let under_way = process.orders.pop_front();
+                    process.called_off |= order == Order::Resume
+                        && under_way.as_ref().is_some_and(|it| closes(&it.1));
+                    process.orders.retain(|it| !closes(&it.1));
+                    under_way
+                        .into_iter()
+                        .for_each(|it| process.orders.push_front(it));
+                }
+                process.orders.push_back((op, order));
+                if process.orders.len() == 1 {
+                    self.begin(id);
                 }
             }
-            Order::Quiesce { .. } => self.later(process, Micros(300), reply(Reply::Quiet(idle))),
-            Order::Out { least, .. } => {
-                for id in &tenant.groups {
-                    assert!(self.groups[id].frozen, "moved while it runs: {process:?}");
+            Happens::Done => self.done(id),
+        }
+    }
+
+    /// What a process has asked for by this name has come, or not.
+    fn granted(&mut self, id: ProcessId, ticket: u32, bytes: u64) {
+        let process = self.processes.get_mut(&id).expect("it is there");
+        let (device, told) = process.asked.remove(&ticket).expect("it has asked");
+        process.holding.entry(device).or_default().movable += bytes;
+        if process.closed {
+            *process.fresh.entry(device).or_default() += bytes;
+        }
+        let said = process.told.get(&device).copied().unwrap_or(0) != told;
+        self.send(id, broker::Event::Received(id, ticket));
+        // What it said meanwhile was without this.
+        if bytes > 0 && said {
+            self.say(id, device);
+        }
+    }
+
+    /// A process begins its first order, if there is one.
+    fn begin(&mut self, id: ProcessId) {
+        let process = self.processes.get_mut(&id).expect("it is there");
+        let Some((_, order)) = process.orders.front() else {
+            return;
+        };
+        process.called_off = false;
+        process.moves = match order {
+            Order::Out { least, .. } if process.closed => process.movable(*least),
+            Order::In => process
+                .holding
+                .iter()
+                .map(|(at, it)| (*at, it.swapped))
+                .collect(),
+            _ => BTreeMap::new(),
+        };
+        let bytes: u64 = process.moves.values().sum();
+        let took = match order {
+            Order::Resume => Micros::ZERO,
+            Order::Quiesce { .. } => Micros(300),
+            _ => Micros(bytes / LINK + 1000),
+        };
+        if matches!(order, Order::Out { .. }) {
+            let mut own = self.groups.values().filter(|it| it.process == id);
+            let frozen = own.all(|it| it.frozen);
+            assert!(frozen, "moved while it runs: {id:?}");
+        }
+        self.due(took, Due::Process(id, Happens::Done));
+    }
+
+    /// It has carried out its first order.
+    fn done(&mut self, id: ProcessId) {
+        let process = self.processes.get_mut(&id).expect("it is there");
+        let idle = !process.busy;
+        let (op, order) = process.orders.pop_front().expect("one is under way");
+        let no = |why: &str| Reply::Refused(why.into());
+        let reply = match order {
+            Order::Resume => {
+                if process.swapped() == 0 {
+                    process.open();
                 }
-                let mut reports = Vec::new();
-                for (device, holding) in &tenant.holding {
-                    let bytes = holding.movable.min(least);
-                    let after = Holding {
-                        movable: holding.movable - bytes,
-                        swapped: holding.swapped + bytes,
-                        ..*holding
-                    };
-                    reports.push((*device, bytes, after));
+                return self.begin(id);
+            }
+            Order::Quiesce { .. } if process.called_off => no("it was called off"),
+            Order::Quiesce { .. } if process.swapped() > 0 => no("its memory is on the host"),
+            Order::Quiesce { least, host } => {
+                let needs = process.movable(least).values().sum();
+                if needs <= host {
+                    process.closed = true;
+                    process.kept = process.kept.max(needs);
                 }
-                let out: u64 = reports.iter().map(|it| it.2.swapped).sum();
-                tenant.kept = tenant.kept.max(out);
-                let kept = tenant.kept;
-                let took = self.report(process, reports);
-                self.later(process, took, broker::Event::Keeps(process, kept));
-                self.later(process, took, reply(Reply::Done));
+                match needs <= host {
+                    true => Reply::Quiet(idle),
+                    false => no("it may not keep what is to be moved"),
+                }
+            }
+            Order::Out { .. } if !process.closed => no("it was not asked to be quiet"),
+            Order::Out { host, .. } => {
+                for (device, bytes) in std::mem::take(&mut process.moves) {
+                    let holding = process.holding.entry(device).or_default();
+                    holding.movable -= bytes;
+                    holding.swapped += bytes;
+                }
+                let swapped = process.swapped();
+                assert!(swapped <= host, "{swapped} bytes of {host} on the host");
+                process.kept = process.kept.max(swapped);
+                Reply::Done
             }
             Order::In => {
-                let reports = tenant.holding.iter().map(|(device, holding)| {
-                    let after = Holding {
-                        movable: holding.movable + holding.swapped,
-                        swapped: 0,
-                        ..*holding
-                    };
-                    (*device, holding.swapped, after)
-                });
-                let reports = reports.collect();
-                let took = self.report(process, reports);
-                self.later(process, took, reply(Reply::Done));
+                for (device, bytes) in std::mem::take(&mut process.moves) {
+                    let holding = process.holding.entry(device).or_default();
+                    holding.movable += bytes;
+                    holding.swapped -= bytes;
+                }
+                process.open();
+                Reply::Done
             }
             Order::DropHost => {
-                if tenant.holding.values().all(|it| it.swapped == 0) {
-                    tenant.kept = 0;
+                if !process.closed {
+                    process.kept = 0;
                 }
-                let kept = tenant.kept;
-                self.later(process, Micros(1000), broker::Event::Keeps(process, kept));
+                Reply::Done
             }
-            Order::Reclaim { .. } => self.later(process, Micros(1000), reply(Reply::Freed(0))),
-            Order::Take { .. } => self.later(process, Micros(1000), reply(Reply::Done)),
+            Order::Reclaim { .. } => Reply::Freed(0),
+            Order::Take { .. } | Order::Trim => Reply::Done,
+        };
+        let kept = process.kept;
+        if !matches!(order, Order::Quiesce { .. }) {
+            self.say_all(id);
         }
-    }
-
-    pub(super) fn report(
-        &mut self,
-        process: ProcessId,
-        reports: Vec<(usize, u64, Holding)>,
-    ) -> Micros {
-        let bytes: u64 = reports.iter().map(|it| it.1).sum();
-        let took = Micros(bytes / LINK + 1000);
-        for (device, _, holding) in reports {
-            self.later(process, took, holds(process, device, holding));
-        }
-        took
-    }
-}
-
-pub(super) fn holds(process: ProcessId, device: usize, holding: Holding) -> broker::Event {
-    broker::Event::Holds {
-        process,
-        device: uuid(device),
-        total: CAPACITY,
-        holding,
+        self.send(id, broker::Event::Keeps(id, kept));
+        self.send(id, broker::Event::Reply(id, op, reply));
+        self.check_memory();
+        self.begin(id);
     }
 }

@@ -11,11 +11,7 @@ impl World {
             if (self.controller.next_wakeup()).is_none_or(|at| at > self.now) {
                 break;
             }
-            for (id, group) in &self.groups {
-                let busy = self.tenants.get(&group.tenant).is_some_and(|it| it.busy);
-                let event = Event::AtWork(*id, busy && !group.frozen);
-                self.controller.handle(self.now, event);
-            }
+            self.look();
             let Some(command) = self.controller.poll(self.now) else {
                 continue;
             };
@@ -29,8 +25,7 @@ impl World {
                 }
                 Manner::Works | Manner::Fails => Costs::default().of(command.control),
             };
-            self.sequence += 1;
-            (self.queue).insert((self.now + took, self.sequence), Due::Ended(command));
+            self.due(took, Due::Ended(command));
         }
         self.seen.plans = self.controller.plans();
         self.check();
@@ -40,8 +35,10 @@ impl World {
     pub(crate) fn recover(&mut self) {
         for id in self.tenants.keys().copied().collect::<Vec<_>>() {
             self.set_manner(id, Manner::Works);
-            self.set_stopped(id, false);
-            self.set_busy(id, true);
+        }
+        for id in self.processes.keys().copied().collect::<Vec<_>>() {
+            self.go_on(id);
+            self.works(id, true);
         }
         let failed = self.seen.failed + self.seen.late > 0;
         let mends = if failed { DEADLINE + BACKOFF.1 } else { CHECK };
