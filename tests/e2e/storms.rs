@@ -16,10 +16,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Random, Run, real, wait_for, wait_settled};
+use gpumux_tests::{
+    Node, Options, PATIENCE, Patience, Process, Random, Run, devices, real, wait_for, wait_settled,
+};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{REQUESTS, TICKS};
+use crate::TICKS;
 
 /// A program that verifies every byte, until SIGTERM ends it.
 const BYTES: &str = "gpumux workload memory --json --seed 7 --memory 48MiB --seconds 86400";
