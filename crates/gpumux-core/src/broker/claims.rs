@@ -571,6 +571,10 @@ impl Broker {
             if let Some(it) = self.tenants.get_mut(&victim) {
                 let in_turn = now < it.home_since + turn(it.took);
                 it.gave_way |= in_turn && (asks || !it.rests(now));
+                // It came back past older claims, and had no turn: its own is as old as it was.
+                if in_turn && let Some((_, since)) = it.passed.filter(|_| !it.rests(now)) {
+                    it.wants_since = Some(since);
+                }
             }
             // From now on others are looked at anew.
             (self.tenants.values_mut()).for_each(|it| it.most.clear());
