@@ -34,7 +34,7 @@ impl Broker {
         why: Why,
         out: &mut Vec<Command>,
     ) -> Result<(), MoveError> {
-        let processes = self.processes_of(id);
+        let mut processes = self.processes_of(id);
         let Some(tenant) = self.tenants.get(&id) else {
             return Err(no_process());
         };
@@ -52,6 +52,15 @@ impl Broker {
                 return Err(MoveError::Busy("it is being moved".into()));
             }
         };
+        // One that has joined since was not asked to be quiet, and has nothing yet.
+        let has = |id: &ProcessId| {
+            let mut devices = self.accounting.uuids();
+            devices.any(|uuid| self.accounting.holding(*id, uuid).movable > 0)
+        };
+        processes.retain(|it| !more || has(it));
+        if processes.is_empty() {
+            return Err(MoveError::Busy("it has nothing more".into()));
+        }
         let least = self.apportion(&processes, &parts);
         let host = self.all_host_needs(&least);
         let host = self.host.reserve(&host, HOST_PIECE)?;

@@ -329,3 +329,20 @@ fn answer_to_an_order_of_another_kind_ends_no_step() {
     world.run_for(MS(10));
     assert!(!world.frozen.contains(&TenantId(1)), "its gate is open");
 }
+
+/// Its gate is open, and it has nothing that could move.
+#[test]
+fn process_that_joined_a_moved_tenant_refuses_no_sleep() {
+    let mut world = World::new(60 * GIB);
+    for (id, gib) in [(1, 20), (2, 45)] {
+        world.tenant(id, Class::Batch, 0);
+        world.allocate(id, gib * GIB);
+    }
+    assert!((1..20 * GIB).contains(&world.swapped(1)), "a part is away");
+    world.set_busy(2, true);
+    world.process(11, 1);
+    world.event(Event::Sleep(TenantId(1), 7));
+    world.run_for(Micros::from_secs(5));
+    assert_eq!(world.answers.get(&7), Some(&Ok(())));
+    assert_eq!(world.swapped(1), 20 * GIB);
+}

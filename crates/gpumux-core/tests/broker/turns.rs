@@ -450,3 +450,24 @@ fn batch_tenant_for_which_one_of_a_higher_class_gave_way_has_a_turn() {
     // In tenths of a second, of five minutes.
     assert!(home[0] > 100, "{home:?}");
 }
+
+/// The little that it lacks comes free before what two others need that have waited for longer, and it gives way to them at once.
+#[test]
+fn one_that_comes_back_without_a_turn_keeps_its_age() {
+    let mut world = World::new(60 * GIB);
+    let (latency, standard, batch) = (Class::Latency, Class::Standard, Class::Batch);
+    for (id, class) in (1..).zip([latency, latency, batch, standard, batch]) {
+        world.tenant(id, class, 0);
+    }
+    for (id, gib) in [(5, 8), (3, 25), (1, 16), (2, 13), (4, 28)] {
+        world.ask(ProcessId(id), 1, gib * GIB);
+    }
+    (1..=5).for_each(|id| world.set_busy(id, true));
+    world.run_for(Micros(300 * S.0));
+    let mut home = 0;
+    for _ in 0..300 {
+        world.run_for(S);
+        home += u64::from(world.is_home(5));
+    }
+    assert!(home > 20, "{home} s");
+}

@@ -306,7 +306,7 @@ impl World {
             Order::Quiesce { .. } => Micros(300),
             _ => Micros(bytes / LINK + 1000),
         };
-        if matches!(order, Order::Out { .. }) {
+        if matches!(order, Order::Out { .. }) && process.closed {
             let mut own = self.groups.values().filter(|it| it.process == id);
             let frozen = own.all(|it| it.frozen);
             assert!(frozen, "moved while it runs: {id:?}");
