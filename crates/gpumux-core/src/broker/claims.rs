@@ -314,7 +314,9 @@ impl Broker {
         let Some(tenant) = self.tenants.get_mut(&claim.tenant) else {
             return true;
         };
-        if now < tenant.back_not_before || crowded {
+        // It may have just been chosen to give more to an older claim.
+        let is_away = matches!(tenant.place, Place::Away { .. });
+        if now < tenant.back_not_before || crowded || !is_away {
             return false;
         }
         tenant.passed = passes.then(|| (claim.age(), claim.since));

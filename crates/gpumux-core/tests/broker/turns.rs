@@ -471,3 +471,29 @@ fn one_that_comes_back_without_a_turn_keeps_its_age() {
     }
     assert!(home > 20, "{home} s");
 }
+
+/// What is left on the device of a tenant that waits to come back may be taken for one that has waited for longer. There is room for both
+/// at that moment, where one has just failed to come back.
+#[test]
+fn tenant_chosen_for_an_older_claim_does_not_return_at_once() {
+    let mut world = World::new(60 * GIB);
+    for id in 1..=5 {
+        let class = if id < 4 {
+            Class::Standard
+        } else {
+            Class::Latency
+        };
+        world.tenant(id, class, if id == 3 { 7 * GIB } else { 0 });
+    }
+    for (id, gib) in [(3, 7), (5, 3), (2, 20), (1, 24)] {
+        world.ask(ProcessId(id), 1, gib * GIB);
+    }
+    world.run_for(Micros::from_millis(1678));
+    world.ask(ProcessId(5), 2, 6 * GIB);
+    world.set_busy(1, true);
+    world.puppets.get_mut(&ProcessId(3)).expect("there").manner = Manner::CannotReturn(1);
+    world.run_for(Micros::from_millis(148));
+    (1..=5).for_each(|id| world.set_busy(id, true));
+    // The world looks at the orders.
+    world.run_for(Micros::from_secs(60));
+}

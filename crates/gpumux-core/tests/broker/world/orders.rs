@@ -34,6 +34,16 @@ impl World {
     }
 
     pub(super) fn carry_out(&mut self, commands: Vec<Command>) {
+        let orders = |is: fn(&Order) -> bool| -> BTreeSet<ProcessId> {
+            let to = |it: &Command| match it {
+                Command::Order(process, _, order) if is(order) => Some(*process),
+                _ => None,
+            };
+            commands.iter().filter_map(to).collect()
+        };
+        let out = orders(|it| matches!(it, Order::Quiesce { .. } | Order::Out { .. }));
+        let both = &out & &orders(|it| *it == Order::In);
+        assert!(both.is_empty(), "they move out and in at once: {both:?}");
         for command in commands {
             match command {
                 Command::Order(process, op, order) => {
