@@ -300,8 +300,8 @@ impl Draft {
         domains.all(|(domain, plan)| !(domain.demand.may_run() && plan.run == RunState::Enabled))
     }
 
-    /// The plan anew with the tenant's fate decided. Of several domains here, the one enabled or else
-    /// owed most runs.
+    /// The plan anew with the tenant's fate decided. Of several domains here, the one enabled runs, else the one that runs already, else
+    /// the one owed most.
     fn pin(&self, device: &Device, tenant: TenantId, fate: RunState) -> Self {
         let runner = self
             .domains(tenant)
@@ -309,6 +309,7 @@ impl Draft {
                 let enabled = |run: &RunState| *run == RunState::Enabled;
                 let lag = |domain: &DomainState| self.memory.lag(domain.id);
                 (enabled(a_runs).cmp(&enabled(b_runs)))
+                    .then(enabled(&a.run).cmp(&enabled(&b.run)))
                     .then(lag(a).total_cmp(&lag(b)))
                     .then(b.id.cmp(&a.id))
             })
@@ -539,5 +540,32 @@ mod tests {
             states(&waiting),
             [vec![Enabled, Frozen], vec![Enabled, Enabled, Frozen]]
         );
+    }
+
+    /// Each plan would else choose the other one, which is owed more since this one runs.
+    #[test]
+    fn of_two_processes_of_a_gang_the_one_that_runs_goes_on() {
+        use RunState::{Enabled, Frozen};
+        let classes = [Class::Batch, Class::Batch];
+        let mut first = snapshot(&classes, vec![domain(1, 1), domain(10, 0), domain(11, 0)]);
+        let gangs = BTreeSet::from([TenantId(0)]);
+        for runs in [1, 2] {
+            for (place, domain) in first.domains.iter_mut().enumerate() {
+                domain.run = if place == runs { Enabled } else { Frozen };
+            }
+            let policy = policy::by_name("priority").expect("known");
+            let device = Device {
+                policy: &*policy,
+                snapshot: &first,
+                memory: &mut Memory::default(),
+            };
+            let draft = Draft::new(&device, &gangs);
+            let other_s = states(std::slice::from_ref(&draft.plan));
+            assert_eq!(other_s, [[Enabled, Frozen, Frozen]], "it is another's turn");
+            let plan = draft.pin(&device, TenantId(0), Enabled).plan;
+            let mut expected = [Frozen; 3];
+            expected[runs] = Enabled;
+            assert_eq!(states(&[plan]), [expected]);
+        }
     }
 }
