@@ -2,8 +2,7 @@
 //!
 //! A pool keeps what the program has freed, up to a threshold, for its next allocation. It is counted as long as the pool has it:
 //! anew when a pool grows, every second while a part of one is free, and when the daemon needs room. Then the free part goes
-//! back to the device first: so it counts as movable, and what is allocated as pinned. So does what the driver keeps then although it
-//! is free, beside allocations in the same piece, until it is asked again. A pool that the program has destroyed is
+//! back to the device first: so it counts as movable, and what is allocated as pinned. A pool that the program has destroyed is
 //! counted until all of it is freed, as the driver keeps it.
 
 use std::{
@@ -143,16 +142,14 @@ impl Space {
             device,
             booked: 0,
             used: 0,
-            kept: 0,
         });
         // The program has used it, so it is there.
         pool.known = true;
         pool.used += bytes;
         let need = pool.used.saturating_sub(pool.booked);
         pool.booked += need;
-        let drawn = (bytes - need).saturating_sub(pool.clip());
         let device = pool.device;
-        self.shift(device, drawn, true);
+        self.shift(device, bytes - need, true);
         (number, need)
     }
 
@@ -191,7 +188,6 @@ impl Space {
 
     fn drop_pool(&mut self, number: u64) {
         if let Some(pool) = self.pools.all.remove(&number) {
-            self.shift(pool.device, pool.kept, false);
             let holds = self.give(pool.device, pool.booked, false);
             holds.into_iter().for_each(lease::tell);
         }
@@ -203,25 +199,11 @@ impl Space {
             return;
         };
         let before = std::mem::replace(&mut pool.booked, reserved.max(pool.used));
-        let (device, now, unkept) = (pool.device, pool.booked, pool.clip());
-        self.shift(device, unkept, false);
+        let (device, now) = (pool.device, pool.booked);
         let less = (before > now).then(|| self.give(device, before - now, false));
         let more = self.book_more(device, now.saturating_sub(before));
         let changes = less.flatten().into_iter().chain(more);
         changes.for_each(lease::tell);
-    }
-
-    /// The driver was to give back what is free of all pools that it can be asked about, which are counted: it keeps the rest.
-    fn keep_free(&mut self) {
-        let known = self.pools.all.values_mut().filter(|it| it.known);
-        let more = known.map(|it| {
-            let free = it.booked.saturating_sub(it.used);
-            let before = std::mem::replace(&mut it.kept, free);
-            (it.device, free.saturating_sub(before))
-        });
-        for (device, more) in more.collect::<Vec<_>>() {
-            self.shift(device, more, true);
-        }
     }
 
     /// The program has destroyed a pool: the driver keeps what it has until all of it is freed.
@@ -382,7 +364,6 @@ pub(crate) fn trim() -> bool {
     }
     graphs::trim();
     recount();
-    space::with(Space::keep_free);
     true
 }
 
@@ -571,8 +552,6 @@ mod tests {
                     for (_, handle) in self.space.pools.known() {
                         self.driver[self.handles[&handle]].trim();
                     }
-                    self.recount();
-                    self.space.keep_free();
                 }
                 11 => {
                     // The device's primary context ends.
@@ -590,14 +569,13 @@ mod tests {
             }
         }
 
-        /// The books have what the device lacks; what is allocated is pinned, and what the driver keeps.
+        /// The books have what the device lacks; what is allocated is pinned.
         fn check(&mut self) {
             self.recount();
             let taken: u64 = self.driver.iter().map(Kept::reserved).sum();
             let used: u64 = self.made.iter().map(|it| it.bytes).sum();
-            let kept: u64 = self.space.pools.all.values().map(|it| it.kept).sum();
             let (movable, pinned) = self.space.used_for_tests(DEVICE);
-            assert_eq!(pinned, used + kept);
+            assert_eq!(pinned, used);
             match self.doubts {
                 false => assert_eq!(movable + pinned, taken),
                 // Such a pool counts as before until the program uses it again.
@@ -630,32 +608,5 @@ mod tests {
         world.free(&gone);
         world.check();
         assert_eq!(world.space.used_for_tests(DEVICE), (100 * MIB, 0));
-    }
-
-    /// It would be chosen to move again and again.
-    #[test]
-    fn free_part_of_a_piece_in_use_is_pinned() {
-        let mut world = World::new();
-        for _ in 0..2 {
-            world.alloc(0, 10 * MIB, false);
-        }
-        let gone = world.made.remove(0);
-        world.free(&gone);
-        world.check();
-        let used = |world: &World| world.space.used_for_tests(DEVICE);
-        assert_eq!(used(&world), (22 * MIB, 10 * MIB));
-        world.step((10, 0, 1));
-        assert_eq!(used(&world), (0, 32 * MIB));
-        // What is taken of it is no more, and what is freed afterwards may be given back.
-        world.alloc(0, 4 * MIB, false);
-        assert_eq!(used(&world), (0, 32 * MIB));
-        for _ in 0..2 {
-            let gone = world.made.remove(0);
-            world.free(&gone);
-        }
-        assert_eq!(used(&world), (14 * MIB, 18 * MIB));
-        world.step((10, 0, 1));
-        world.check();
-        assert_eq!(used(&world), (0, 0));
     }
 }

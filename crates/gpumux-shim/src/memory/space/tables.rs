@@ -124,17 +124,6 @@ pub(crate) struct Pool {
     pub(crate) booked: u64,
     /// Bytes that are allocated and not freed.
     pub(crate) used: u64,
-    /// Of what is free, what the driver kept when it was to give all of that back: it counts as pinned.
-    pub(crate) kept: u64,
-}
-
-impl Pool {
-    /// No more is kept than is free. By how much less than before.
-    pub(crate) fn clip(&mut self) -> u64 {
-        let before = self.kept;
-        self.kept = before.min(self.booked.saturating_sub(self.used));
-        before - self.kept
-    }
 }
 
 /// Memory of a device that graphs have.
