@@ -98,8 +98,14 @@ fn piece(token: u128, index: u32) -> Result<(Piece, OwnFd), CUresult> {
         })
     };
     let asked_once = || is_managed().then(ask).flatten().map(|it| it.0);
-    // The daemon may have been killed a moment ago.
-    let answer = asked_once().or_else(|| lease::await_return().then(asked_once).flatten());
+    let answer = loop {
+        let session = lease::session();
+        let answer = asked_once();
+        // The daemon may have been killed a moment ago, and so may the next one.
+        if answer.is_some() || !lease::await_return() || lease::session() == session {
+            break answer;
+        }
+    };
     let came = guard::lock(&PIECES).remove(&asked.get());
     let (why, error) = match (answer, came) {
         (Some(FOUND), Some(piece)) => return Ok(piece),
