@@ -242,6 +242,14 @@ fn counted(node: &Node) -> Vec<u64> {
     devices.map(|it| it["free"].as_u64().unwrap()).collect()
 }
 
+/// Why a tenant stands still.
+fn stands(node: &Node, one: &Living) -> String {
+    let said = |words: &[&str]| node.gpumux(words).run().out;
+    let why = said(&["explain", &one.name]) + &said(&["memory"]);
+    let (name, err) = (&one.name, one.process.err());
+    format!("{name} stands still: {why}{:#}{err}", node.ps())
+}
+
 /// What the daemon wrote is no sign of a fault of its own.
 fn assert_sound(log: &str) {
     assert!(!log.contains("panicked"), "{log}");
@@ -531,11 +539,11 @@ impl Soak {
             if dies {
                 thread::sleep(Duration::from_millis(self.random.below(30)));
                 let one = living.swap_remove(one);
-                self.end(one, Signal::KILL);
+                self.end(node, one, Signal::KILL);
             } else if self.done.started < all || self.random.below(6) == 0 {
                 let one = living.swap_remove(self.random.below(living.len() as u64) as usize);
                 let signal = self.one_of(&[Signal::KILL, Signal::TERM]);
-                self.end(one, signal);
+                self.end(node, one, signal);
             }
             if self.commands.len() > 5 || self.random.below(4) == 0 {
                 self.resume(node);
@@ -548,7 +556,7 @@ impl Soak {
         }
         self.go_on(node, &mut living);
         for one in living {
-            self.end(one, Signal::TERM);
+            self.end(node, one, Signal::TERM);
         }
         witness.signal(Signal::TERM);
         let report = witness.finish_within(WAITS).ok().json();
@@ -572,33 +580,33 @@ impl Soak {
             let mut left = Patience::new(WAITS);
             // One that has ended is found below.
             while one.process.lines() < before + 3 && one.process.poll().is_none() {
-                let name = &one.name;
-                if !left.lasts() {
-                    let explained = node.gpumux(["explain", name]).run().out;
-                    panic!(
-                        "{name} stands still: {explained}{}{:#}{}",
-                        node.gpumux(["memory"]).run().out,
-                        node.ps(),
-                        one.process.err()
-                    );
-                }
+                assert!(left.lasts(), "{}", stands(node, one));
                 thread::sleep(Duration::from_millis(5));
             }
         }
         self.done.stood = self.done.stood.max(begin.elapsed());
     }
 
-    fn end(&mut self, mut one: Living, signal: Signal) {
+    fn end(&mut self, node: &Node, mut one: Living, signal: Signal) {
         let ended = one.process.poll();
         if ended.is_none() {
             let ends = if self.tight { Signal::KILL } else { signal };
+            // One that sleeps at its user's request ends by SIGTERM only once it is woken.
+            if ends == Signal::TERM {
+                self.resume(node);
+            }
             one.process.signal(ends);
             // If it is stopped.
             one.process.signal(Signal::CONT);
         }
+        let mut left = Patience::new(WAITS);
+        while one.process.poll().is_none() {
+            assert!(left.lasts(), "{}", stands(node, &one));
+            thread::sleep(Duration::from_millis(5));
+        }
         self.resting.retain(|(name, _)| *name != one.name);
         self.done.ended += 1;
-        let (name, end) = (one.name, one.process.finish_within(WAITS));
+        let (name, end) = (one.name, one.process.finish());
         assert!(
             ended.is_none() || one.sign == Sign::None,
             "{name} ended before it was to: {end:#?}"
