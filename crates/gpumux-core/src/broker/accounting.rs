@@ -447,6 +447,7 @@ impl Accounting {
         }
     }
 
+    /// Whether it said so.
     pub(super) fn confirms_grants(&self, process: ProcessId) -> bool {
         let member = self.members.get(&process);
         member.is_some_and(|it| it.coming.is_some())

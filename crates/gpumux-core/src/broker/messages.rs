@@ -157,7 +157,7 @@ pub enum Event {
         /// What it has.
         holding: Holding,
     },
-    /// It will say when it has received what it was granted.
+    /// It will say when it has received what it was granted, and answers each [`Order::Trim`].
     Confirms(ProcessId),
     /// It has received what it was granted by this name: what it reports from now on contains that.
     Received(ProcessId, u32),

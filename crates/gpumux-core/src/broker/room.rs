@@ -36,8 +36,6 @@ struct Offer {
 struct Making {
     /// By device: bytes that come free already.
     coming: BTreeMap<String, u64>,
-    /// Leases that are not used may come back: nothing else happens before.
-    trims: bool,
     /// What tenants free without a copy: of one device after the other.
     freed: BTreeMap<TenantId, (String, u64)>,
     /// By device: what programs are asked to give back, and their processes.
@@ -85,8 +83,8 @@ impl Broker {
             (std::mem::take(&mut making.moves).into_keys()).for_each(|it| self.free_host(it));
         }
         if self.has(Mutation::TakeComing) || collecting {
-            for (uuid, comes) in std::mem::take(&mut making.coming) {
-                *aside.coming.entry(uuid).or_default() -= comes;
+            for (uuid, comes) in &making.coming {
+                *aside.coming.entry(uuid.clone()).or_default() -= comes;
             }
         }
         if collecting {
@@ -115,6 +113,7 @@ impl Broker {
         coming: &BTreeMap<String, u64>,
     ) -> Making {
         let mut making = Making::default();
+        let mut trimming = false;
         let pending = claim.ask.and_then(|key| self.asks.get(&key));
         for uuid in claim.needs.keys() {
             let piece = self.accounting.capacity(uuid) / EXTRA;
@@ -130,7 +129,7 @@ impl Broker {
             // Leases that are not used come first, then caches.
             let trims = |it: &Pending| !it.trimmed || self.is_trimming(now, uuid, None, TRIM_HEDGE);
             if pending.is_some_and(trims) {
-                making.trims = true;
+                trimming = true;
                 continue;
             }
             let offers = self.offers(now, claim, (uuid, missing), first);
@@ -156,7 +155,7 @@ impl Broker {
             }
         }
         making.moves.retain(|it, _| !making.freed.contains_key(it));
-        if making.trims {
+        if trimming {
             making.moves.clear();
             making.freed.clear();
             making.reclaims.clear();
@@ -393,7 +392,7 @@ impl Broker {
             return None;
         }
         let away = match tenant.place {
-            // It cannot run: what is left of it on the device is of no use, unless it is served before.
+            // It cannot run: the memory that it still has on the device is of no use, unless it is served before.
             Place::Away { .. } => true,
             Place::Home => false,
             Place::Leaving(_) | Place::Returning(_) => return None,

@@ -472,8 +472,8 @@ fn one_that_comes_back_without_a_turn_keeps_its_age() {
     assert!(home > 20, "{home} s");
 }
 
-/// What is left on the device of a tenant that waits to come back may be taken for one that has waited for longer. There is room for both
-/// at that moment, where one has just failed to come back.
+/// A tenant on the host may still have memory on the device, which an older claim takes. There is room for both at that moment if a third
+/// tenant has just failed to come back.
 #[test]
 fn tenant_chosen_for_an_older_claim_does_not_return_at_once() {
     let mut world = World::new(60 * GIB);

@@ -20,6 +20,7 @@ use gpumux_wire::{
 
 use super::{
     model::{Answer, Happening},
+    process::Met,
     record::What,
     recording::Recording,
     state::State,
@@ -248,10 +249,9 @@ impl MemoryMoves {
                     state.send_or_end(session, &message(op, order));
                     return None;
                 }
-                let early = state.sessions.get(&session);
-                let early = early.is_some_and(|it| it.page.revision() < RECEIPTS);
+                let early = |it: &Met| it.page.revision() < RECEIPTS;
                 let message = match order {
-                    Order::Trim if early => Daemon::Trim,
+                    Order::Trim if state.sessions.get(&session).is_some_and(early) => Daemon::Trim,
                     order => message(op, order),
                 };
                 let why = || Reply::Refused("it does not listen".into());
