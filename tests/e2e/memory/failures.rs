@@ -106,6 +106,40 @@ fn program_begun_between_daemons_finds_room_for_its_context() {
     late.finish().ok();
 }
 
+/// Its first calls come while there is no daemon: what they get moves all the same once there is one.
+#[test]
+fn memory_of_a_program_begun_between_daemons_moves() {
+    const PROGRAM: &str = r#"
+import sys
+sys.stdin.readline()
+use_device()
+address, size = ctypes.c_uint64(), 32 << 20
+call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+call("cuMemsetD8_v2", address, 7, ctypes.c_size_t(size))
+call("cuCtxSynchronize")
+print("has it", flush=True)
+sys.stdin.readline()
+found = ctypes.create_string_buffer(size)
+call("cuMemcpyDtoH_v2", found, address, ctypes.c_size_t(size))
+assert found.raw == b"\x07" * size
+"#;
+    let mut node = Node::start();
+    let Some(command) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut late = Process::start(&mut node.tenant("--name late", &command));
+    wait_for("its tenant", PATIENCE, || node.find_tenant("late"));
+    node.kill_daemon();
+    late.write("\n");
+    late.wait_lines(1);
+    node.start_daemon();
+    node.wait_tenant("late", |it| bytes(it, "in_use") >= 32 << 20);
+    node.gpumux(["sleep", "late"]).run().ok();
+    node.wait_tenant("late", |it| bytes(it, "swapped") >= 32 << 20);
+    late.write("\n");
+    late.finish().ok();
+}
+
 #[test]
 fn programs_find_room_for_their_streams_and_code() {
     const PROGRAM: &str = r#"

@@ -83,9 +83,11 @@ fn settled() -> MutexGuard<'static, Option<State>> {
     guard
 }
 
-/// Whether a daemon manages this process's memory, or did and may come back; waits for the first session's beginning.
+/// Whether a daemon manages this process's memory, or one that did, or has made its tenant, may come back; waits for the first
+/// session's beginning.
 pub(crate) fn is_managed() -> bool {
-    session() > 0 || await_link()
+    let expects = |it: &State| it.link == Link::Up || it.may_return(Instant::now()).is_some();
+    session() > 0 || expects(state(&mut settled()))
 }
 
 /// The session's number: each has another. 0: there was none.
