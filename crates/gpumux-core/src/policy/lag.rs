@@ -6,7 +6,9 @@
 
 use std::collections::BTreeSet;
 
-use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, UserId};
+use crate::{
+    Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, Timeslice, UserId,
+};
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
 pub(super) const GRACE: Micros = Micros::from_millis(5);
@@ -17,7 +19,8 @@ const BUSY_IN_LOOK: f64 = 50_000.0;
 /// A latency domain takes what it can get while it has work for at least the first part of the time, as after a long pause; it is found to from
 /// the second on. What it receives does not tell: one with short requests and a small share receives that, too.
 const GREEDY: (f64, f64) = (0.3, 0.6);
-/// How long a domain is taken for one that takes what it can get before the first look at it, and at most.
+/// How long it is at least from one look to the next but for each domain's first one, and how long a domain is taken for one that takes what it
+/// can get without another look.
 const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
 /// A look that shows nothing new has the next one wait so many times as long.
 const SELDOMER: u64 = 4;
@@ -354,8 +357,11 @@ impl Memory {
             let greedy = it.greedy.filter(|_| it.busy.0)?;
             let short = it.request.is_some_and(|request| request <= round);
             // Many may begin with one that comes back, so that the first look at it shows nothing.
-            let soon = short || it.look_after <= LOOK;
-            let apart = if soon { LOOKS.0 } else { LOOKS.1 };
+            let apart = match it.look_after {
+                Micros::ZERO => Micros::ZERO,
+                after if short || after <= LOOK => LOOKS.0,
+                _ => LOOKS.1,
+            };
             let at = (greedy.max(begun) + it.look_after).max(looked + apart);
             Some((at, greedy))
         };
@@ -379,15 +385,17 @@ impl Memory {
         self.together = self.together.filter(|_| self.look.is_some());
     }
 
-    /// The domain that is looked at, and when that may be over. It takes what it can get if it works for so `long` without a pause, or most of the
-    /// time. Another had not run ahead: timeslices tell roughly what a domain received.
+    /// The domain that is looked at, and when that may be over. It takes what it can get if it works most of the time, or for so `long` without a
+    /// pause in requests that take as long. Another had not run ahead: timeslices tell roughly what a domain received.
     pub(super) fn looked_at(&mut self, now: Micros, long: Micros) -> Option<(DomainId, Micros)> {
         let (id, end) = (self.look?, self.looked + LOOK);
         let Some(track) = self.domains.iter_mut().find(|it| it.id == id) else {
             self.look = None;
             return None;
         };
+        let request = track.request.unwrap_or(long);
         let works = match track.busy {
+            (true, _) if request < long => end,
             // Many may begin with it: until they are frozen, its first request waits.
             (true, since) if track.look_after == Micros::ZERO => {
                 since.max(self.looked) + long + long
@@ -395,7 +403,10 @@ impl Memory {
             (true, since) => since.max(self.looked) + long,
             (false, _) => end,
         };
-        if works <= now && works < end || track.busy_part >= GREEDY.1 {
+        // Of short requests, those that came while it waited among timeslices are worked off first.
+        let mostly =
+            track.busy_part >= GREEDY.1 && (request.0 >= Timeslice::DEFAULT.0 || now >= end);
+        if works <= now && works < end || mostly {
             track.busy_part = track.busy_part.max(GREEDY.1);
             track.greedy = Some(now);
             let after = Micros(SELDOMER * track.look_after.0);
@@ -489,7 +500,7 @@ impl Track {
         if self.busy_part < least {
             self.greedy = None;
         } else if self.greedy.is_none() && self.busy_part >= most {
-            (self.greedy, self.look_after) = (Some(now), LOOKS.0);
+            (self.greedy, self.look_after) = (Some(now), Micros::ZERO);
         }
         self.greedy.is_some()
     }

@@ -66,7 +66,10 @@ fn with_room(
     call: &dyn Fn() -> CUresult,
 ) -> CUresult {
     // A call that the driver makes itself may be under a lock of its own: nothing may be waited for.
-    if off() || gate::is_nested() || !(lease::session() > 0 || lease::await_link() || lease::await_return()) {
+    if off()
+        || gate::is_nested()
+        || !(lease::session() > 0 || lease::await_link() || lease::await_return())
+    {
         return OUT_OF_MEMORY;
     }
     let known = device().and_then(|it| with(|space| Some((it, space.devices.get(&it)?.total))));

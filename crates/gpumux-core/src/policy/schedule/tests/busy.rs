@@ -3,7 +3,7 @@
 use super::*;
 use crate::accounts::Accounts;
 
-/// Two latency domains that take what they can get, from the first plan on for a second. A third has no work.
+/// Two latency domains that take what they can get, from the first plan on for two seconds. A third has no work.
 fn greedy(classes: &[Class]) -> (Snapshot, Memory) {
     let domains = (0..classes.len() as u64).map(|id| domain(id + 1, id));
     let mut now = snapshot(classes, domains.collect());
@@ -13,7 +13,7 @@ fn greedy(classes: &[Class]) -> (Snapshot, Memory) {
         }
     }
     let mut memory = Memory::default();
-    for ms in 0..=1000 {
+    for ms in 0..=2000 {
         now.now = Micros::from_millis(ms);
         plan(&now, &mut memory);
         for domain in &mut now.domains[..2] {
@@ -366,15 +366,16 @@ fn busy_latency_domain_gives_way_to_another() {
 }
 
 /// A device whose domains with work have it one after the other, each for its timeslice. The first domain always has work for a second,
-/// none in the µs of `pause`, and then a request of 300 µs each 3 ms, or as soon as one that is late has ended, but none ends in the first µs of
-/// `stall`. The others always have work. When the last request came that waited for others, in µs from the first.
-fn last_that_waited(mut now: Snapshot, pause: u64, stall: u64) -> u64 {
+/// none in the µs of `pause`, and then a request of 300 µs each 3 ms, or as soon as those that are late have ended (only the last of them, if it is
+/// not `open`), but none ends in the first µs of `stall`. The others always have work. When the last request came that waited for others, in µs
+/// from the first.
+fn last_that_waited(mut now: Snapshot, pause: u64, stall: u64, open: bool) -> u64 {
     const STEP: u64 = 100;
     let (mut memory, mut accounts) = (Memory::default(), Accounts::default());
     let first = 1_000_000 + pause;
     // What a request lacks, when it came and the next comes, which domain has the device, and for how long yet.
     let (mut lacks, mut came, mut due, mut turn, mut left, mut last) = (0, 0, first, 0, 0, 0);
-    for at in (0..first + 7_000_000).step_by(STEP as usize) {
+    for at in (0..first + 3_000_000).step_by(STEP as usize) {
         now.now = Micros(at);
         if at < 1_000_000 {
             lacks = 300;
@@ -382,7 +383,8 @@ fn last_that_waited(mut now: Snapshot, pause: u64, stall: u64) -> u64 {
             lacks = 0;
         }
         if lacks == 0 && due <= at {
-            (lacks, came, due) = (300, at, at.max(due) + 3_000);
+            let since = if open { due } else { at };
+            (lacks, came, due) = (300, at, since + 3_000);
         }
         let demand = if lacks > 0 {
             Demand::Busy
@@ -396,6 +398,8 @@ fn last_that_waited(mut now: Snapshot, pause: u64, stall: u64) -> u64 {
         for (domain, it) in now.domains.iter_mut().zip(planned) {
             (domain.timeslice, domain.run) = (it.timeslice, it.run);
         }
+        // A shorter timeslice holds at once.
+        left = left.min(now.domains[turn].timeslice.0.max(STEP));
         accounts.advance(now.now, &now.domains, &now.costs);
         now.now += Micros(STEP);
         accounts.advance(now.now, &now.domains, &now.costs);
@@ -406,8 +410,11 @@ fn last_that_waited(mut now: Snapshot, pause: u64, stall: u64) -> u64 {
         if left == 0 || !runs(&now.domains[turn]) {
             let all = now.domains.len();
             let mut next = (1..=all).map(|by| (turn + by) % all);
-            turn = next.find(|at| runs(&now.domains[*at])).expect("one runs");
-            left = now.domains[turn].timeslice.0.max(STEP);
+            // The owner may pause.
+            let Some(next) = next.find(|at| runs(&now.domains[*at])) else {
+                continue;
+            };
+            (turn, left) = (next, now.domains[next].timeslice.0.max(STEP));
         }
         left = left.saturating_sub(STEP);
         if turn == 0 && at >= first + stall {
@@ -433,9 +440,9 @@ fn short_requests_that_come_before_the_next_round_take_the_device() {
     let cases = [
         (600_000, 0, 50_000),
         (600_000, 15_000, 50_000),
-        (600_000, 40_000, 600_000),
+        (600_000, 40_000, 700_000),
         // Others start meanwhile. One without a pause is looked at, too.
-        (0, 500_000, 2_000_000),
+        (0, 500_000, 1_000_000),
     ];
     for (others, guaranteed) in [(2, 0.0), (2, 0.2), (22, 0.03)] {
         let classes: Vec<Class> = std::iter::repeat_n(Class::Latency, 2)
@@ -447,11 +454,13 @@ fn short_requests_that_come_before_the_next_round_take_the_device() {
             for tenant in &mut now.tenants {
                 tenant.spec.guaranteed = guaranteed;
             }
-            let last = last_that_waited(now, pause, stall);
-            assert!(
-                last < most,
-                "{last} µs, pause {pause}, stall {stall}, {others} others, guaranteed {guaranteed}"
-            );
+            for open in [false, true] {
+                let last = last_that_waited(now.clone(), pause, stall, open);
+                assert!(
+                    last < most,
+                    "{last} µs, pause {pause}, stall {stall}, {others} others, guaranteed {guaranteed}, open {open}"
+                );
+            }
         }
     }
 }
