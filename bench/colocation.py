@@ -24,7 +24,7 @@ from common import BenchError, Crew, Results
 CASES = {"graph+train": 1, "eager+train": 1, "decode+train": 1, "graph+2train": 2, "graph30+train": 1}
 MODES = [
     "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
-    "xsched", "xsched-1", "gpumux", "no-hints", "1us", "objective", "launches", "space",
+    "xsched", "xsched-1", "gpumux", "no-hints", "1us", "objective", "launches", "space", "group",
 ]  # fmt: skip
 DEFAULT_MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective"]
 SERVER = (["serve", "--model", "resnet50"], "latency")

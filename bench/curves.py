@@ -1,6 +1,7 @@
 """Utility curves: what programs make of a part of the SMs, each alone in a group (the vision paper's Fig. 2).
 
-Cases are programs: `train` (ResNet-152), `vit` (ViT-L training), `inference` (ResNet-50, requests back to back), `decode` (a language model's tokens, kernel by kernel).
+Cases are programs: `train` (ResNet-152), `vit` (ViT-L training), `inference` (ResNet-50, requests back to back, kernel by
+kernel), `graph` (the same by CUDA graphs), `decode` and `tokens` (a language model's tokens, kernel by kernel and by CUDA graphs).
 Modes are percentages of the SMs. Value: `relative`, the throughput relative to that with all SMs, as `gpumux profile` measures it.
 """
 
@@ -12,7 +13,7 @@ import common
 import space
 from common import Results
 
-CASES = ["train", "vit", "inference", "decode"]
+CASES = ["train", "vit", "inference", "graph", "decode", "tokens"]
 MODES = [f"{percent}%" for percent in space.PERCENTAGES]
 
 

@@ -24,7 +24,7 @@ from common import BenchError, Crew, Results
 CASES = ["eager", "batching", "graph"]
 MODES = [
     "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
-    "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "1us", "objective", "launches", "space",
+    "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "1us", "objective", "launches", "space", "group",
 ]  # fmt: skip
 DEFAULT_MODES = ["alone", "time-slicing", "mps", "gpumux", "gpumux-alone"]
 STEPS = {"op": "steps"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import time
 from typing import Any
@@ -76,7 +77,8 @@ class Generate:
         self.device = torch.device("cuda")
         self.manager: Any = None
         # Another model, which takes memory of its own.
-        self.shapes = shapes.Shapes() if "graph" in options.kinds else None
+        self.kinds = options.kinds.split(",")
+        self.shapes = shapes.Shapes() if "graph" in self.kinds else None
         self.eager(time.monotonic(), time.monotonic() + WARM_S, random.Random(1))
 
     def prompt(self, rng: random.Random) -> list[int]:
@@ -138,6 +140,10 @@ class Generate:
             self.shapes.replay()
             found.append(time.monotonic())
         return [found]
+
+    def free(self) -> None:
+        """Tokens in the first way until the process is ended."""
+        getattr(self, self.kinds[0])(time.monotonic(), math.inf, random.Random(1))
 
     def tokens(self, order: dict[str, Any]) -> dict[str, Any]:
         """Tokens from before `start` to `stop`: the times between them, and how many there were."""

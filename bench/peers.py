@@ -14,7 +14,7 @@
 | `gpumux` | a daemon with its defaults |
 | `no-hints`, `1us`, `objective` | the same programs with hints off, with the shortest timeslice for batch programs beside every kind of program, and with long ones (by `--latency-objective`) |
 | `launches` | the same with `--mechanism launches`: programs are scheduled at launch, as where the driver refuses the controls |
-| `space` | the same, with the batch programs in one group |
+| `space`, `group` | the same, with the batch programs in one group; with all programs in one |
 """
 
 from __future__ import annotations
@@ -199,14 +199,15 @@ class XSched(Mode):
 
 
 class Space(Gpumux):
-    """gpumux with the jobs in one group."""
+    """gpumux with the batch programs in one group, or with all."""
 
     GROUP = ("--trust", "bench", "--sharing", "space")
+    CLASSES = ("batch",)
 
     def command(
         self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
     ) -> list[str]:
-        group = self.GROUP if klass == "batch" else ()
+        group = self.GROUP if klass in self.CLASSES else ()
         return super().command(command, name, klass, [*group, *promise])
 
     def check(self, names: Sequence[str]) -> None:
@@ -219,7 +220,7 @@ class Space(Gpumux):
                 f"{tenant['name']}: {tenant['placement']}, group {domain.get('group')}"
                 for tenant in found
                 for domain in tenant["domains"]
-                if (tenant["class"] == "batch") != (domain.get("group") is not None)
+                if (tenant["class"] in self.CLASSES) != (domain.get("group") is not None)
             ]
             if not wrong:
                 return
@@ -232,6 +233,12 @@ class Space(Gpumux):
         for log in sorted(self.folder.glob("groups/*/log/*")):
             shutil.copy(log, self.logs / f"{self.name}-{log.name}")
         super().__exit__(*_)
+
+
+class Group(Space):
+    """gpumux with all programs in one group."""
+
+    CLASSES = ("batch", "latency")
 
 
 class Launches(Gpumux):
@@ -259,6 +266,8 @@ def mode(stage: str, logs: Path) -> Mode:
             return Launches(stage, logs)
         case "space":
             return Space(stage, logs)
+        case "group":
+            return Group(stage, logs)
         case "mps-priority":
             return MpsWith(stage, logs, CUDA_MPS_CLIENT_PRIORITY="1")
         case "mps-30" | "mps-50" | "mps-70":

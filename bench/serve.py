@@ -47,7 +47,7 @@ ENGINE = (sys.executable, str(common.BENCH / "serve_worker.py"))
 TTFT_MS, TPOT_MS = 1000.0, 50.0
 BESIDE = {"train": (["train", "--batch", "32"], STEPS), "batch": (["serve"], {"op": "repeat", "kind": "eager"})}
 CASES = [f"{load}x{beside}" for beside in ("", "+train", "+engine", "+batch") for load in (0.5, 1, 2, 4)]
-MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective", "space"]
+MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective", "space", "group"]
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,

@@ -36,6 +36,8 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "train": (["train", "--model", "resnet152"], STEPS),
     "vit": (["train", "--model", "vit_l_16", "--batch", "64"], STEPS),
     "inference": (["serve", "--model", "resnet50"], {"op": "repeat", "kind": "eager"}),
+    "graph": (["serve", "--model", "resnet50", "--kind", "graph"], {"op": "repeat", "kind": "graph"}),
+    "tokens": (["generate", "--kinds", "graph"], {"op": "tokens", "kind": "graph", "seed": 1}),
     "triad": (["triad"], STEPS),
     "gemv": (["gemv"], STEPS),
     "gemm": (["gemm"], STEPS),

@@ -49,7 +49,7 @@ class Server:
     """One request: copy the input in, compute, copy the output out, wait for it."""
 
     def __init__(self, options: argparse.Namespace, stream: Any = None) -> None:
-        model = models.build(options.model)
+        model, self.kind = models.build(options.model), options.kind
         self.forward = model.forward
         example = torch.cat([model.example] * options.images)
         self.host_in = example if options.pageable else example.pin_memory()
@@ -126,9 +126,9 @@ class Server:
         return {"latencies_ms": latencies, "begins_s": begins, "seconds": order["stop"] - order["start"]}
 
     def free(self) -> None:
-        """Requests back to back, launched kernel by kernel, until the process is ended."""
+        """Requests back to back until the process is ended."""
         while True:
-            self.request("eager")
+            self.request(self.kind)
 
     def repeat(self, order: dict[str, Any]) -> dict[str, Any]:
         """Requests back to back from `start` to `stop`: how many, and the time they took."""
@@ -193,7 +193,7 @@ class Many:
             name, model, priority = task.split("=")
             stream = streams.make(priority)
             with torch.cuda.stream(stream):
-                self.servers[name] = Server(argparse.Namespace(model=model, images=1, pageable=False), stream), stream
+                self.servers[name] = Server(argparse.Namespace(model=model, kind="eager", images=1, pageable=False), stream), stream
 
     def many(self, order: dict[str, Any]) -> dict[str, Any]:
         """`requests` of several servers at once."""
@@ -310,7 +310,7 @@ class Pair:
         streams = Streams(options.green)
         self.streams = {"server": streams.make("high"), "training": streams.make("low")}
         with torch.cuda.stream(self.streams["server"]):
-            server = argparse.Namespace(model=options.server, images=1, pageable=False)
+            server = argparse.Namespace(model=options.server, kind="eager", images=1, pageable=False)
             self.server: Any = Server(server, self.streams["server"]) if options.server else generate.Generate(options)
         with torch.enable_grad(), torch.cuda.stream(self.streams["training"]):
             self.training = Training(options)
@@ -333,6 +333,7 @@ def main() -> None:
     roles = parser.add_subparsers(dest="role", required=True)
     serve = roles.add_parser("serve")
     serve.add_argument("--model", choices=models.MODELS, default="resnet50")
+    serve.add_argument("--kind", choices=("eager", "graph"), default="eager", help="of the requests of --free")
     serve.add_argument("--images", type=int, default=1, help="inputs in one request")
     serve.add_argument("--cores", help="run on these cores only, such as 2,3")
     serve.add_argument("--pageable", action="store_true", help="inputs lie in ordinary memory")
