@@ -141,8 +141,11 @@ impl Domain {
         let before = std::mem::replace(&mut self.done, done);
         let more = done.since(before).unwrap_or_default();
         if let Some(mean) = more.busy.0.checked_div(more.waits) {
-            let before = self.state.request.map_or(mean, |it| it.0);
-            self.state.request = Some(Micros(before.saturating_mul(3).saturating_add(mean) / 4));
+            // Each request counts for a quarter, those before it for the rest.
+            let before = self.state.request.map_or(mean, |it| it.0) as f64;
+            let kept = 0.75_f64.powf(more.waits as f64);
+            let request = kept * before + (1.0 - kept) * mean as f64;
+            self.state.request = Some(Micros(request as u64));
         }
     }
 

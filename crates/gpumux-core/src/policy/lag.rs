@@ -386,16 +386,16 @@ impl Memory {
     }
 
     /// The domain that is looked at, and when that may be over. It takes what it can get if it works most of the time, or for so `long` without a
-    /// pause in requests that take as long. Another had not run ahead: timeslices tell roughly what a domain received.
+    /// pause where its requests are not short. Another had not run ahead: timeslices tell roughly what a domain received.
     pub(super) fn looked_at(&mut self, now: Micros, long: Micros) -> Option<(DomainId, Micros)> {
         let (id, end) = (self.look?, self.looked + LOOK);
         let Some(track) = self.domains.iter_mut().find(|it| it.id == id) else {
             self.look = None;
             return None;
         };
-        let request = track.request.unwrap_or(long);
         let works = match track.busy {
-            (true, _) if request < long => end,
+            // Those that came while it waited among timeslices are worked off first.
+            (true, _) if track.has_short_requests() => end,
             // Many may begin with it: until they are frozen, its first request waits.
             (true, since) if track.look_after == Micros::ZERO => {
                 since.max(self.looked) + long + long
@@ -403,9 +403,7 @@ impl Memory {
             (true, since) => since.max(self.looked) + long,
             (false, _) => end,
         };
-        // Of short requests, those that came while it waited among timeslices are worked off first.
-        let mostly =
-            track.busy_part >= GREEDY.1 && (request.0 >= Timeslice::DEFAULT.0 || now >= end);
+        let mostly = track.busy_part >= GREEDY.1 && (now >= end || !track.has_short_requests());
         if works <= now && works < end || mostly {
             track.busy_part = track.busy_part.max(GREEDY.1);
             track.greedy = Some(now);
@@ -494,13 +492,20 @@ impl Track {
         }
     }
 
+    /// Whether its requests are shorter than a timeslice for which they would wait.
+    fn has_short_requests(&self) -> bool {
+        self.request.is_some_and(|it| it.0 < Timeslice::DEFAULT.0)
+    }
+
     /// Whether it takes what it can get.
     pub(super) fn is_greedy(&mut self, now: Micros) -> bool {
         let (least, most) = GREEDY;
         if self.busy_part < least {
             self.greedy = None;
         } else if self.greedy.is_none() && self.busy_part >= most {
-            (self.greedy, self.look_after) = (Some(now), Micros::ZERO);
+            let at_once = self.has_short_requests();
+            let look_after = if at_once { Micros::ZERO } else { LOOKS.0 };
+            (self.greedy, self.look_after) = (Some(now), look_after);
         }
         self.greedy.is_some()
     }
