@@ -26,6 +26,8 @@ pub(crate) enum Step {
     Asks(u64, usize, u64),
     Frees(u64),
     Ends(u64),
+    /// Its connection ends, and it begins another one.
+    Loses(u64),
     /// One of this class, guarantee and limit comes, or has these from now on and a second process.
     Comes(u64, Class, f64, f64),
     /// Its program has waited for so many pieces of work, which took so long.
@@ -46,6 +48,7 @@ impl Step {
             Self::Asks(id, n, gib) => world.ask(id, n, gib * GIB),
             Self::Frees(id) => world.free(id),
             Self::Ends(id) => world.kill(id),
+            Self::Loses(id) => world.lose(id),
             Self::Comes(id, class, guaranteed, limit) => {
                 if !world.has(id) {
                     world.tenant(id, spec(class, guaranteed), &[id as usize % 2]);
@@ -81,6 +84,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (id.clone(), 0..2usize, 1..40u64).prop_map(|(id, n, gib)| Step::Asks(id, n, gib)),
         1 => id.clone().prop_map(Step::Frees),
         1 => id.clone().prop_map(Step::Ends),
+        1 => id.clone().prop_map(Step::Loses),
         1 => (id.clone(), prop::sample::select(Class::ALL.to_vec()), 0.0..0.02f64, 0.02..1.5f64)
             .prop_map(|(id, class, guaranteed, limit)| Step::Comes(id, class, guaranteed, limit.min(1.0))),
         2 => (id.clone(), 1..600u64, 100..20_000u64)

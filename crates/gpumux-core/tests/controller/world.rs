@@ -125,6 +125,8 @@ enum Due {
     /// The end of a process, or of a tenant, is noticed.
     Left(ProcessId),
     Forgotten(u64),
+    /// A process without a session has another one.
+    Returns(ProcessId),
 }
 
 /// What a world has seen.
@@ -146,6 +148,8 @@ pub(crate) struct World {
     pub(crate) groups: BTreeMap<DomainId, Group>,
     tenants: BTreeMap<u64, Tenant>,
     processes: BTreeMap<ProcessId, Process>,
+    /// Processes without a session, with their groups.
+    absent: BTreeMap<ProcessId, (Process, Vec<Group>)>,
     freezing: BTreeSet<TenantId>,
     /// Tenants that stay frozen.
     swapped_out: BTreeSet<TenantId>,
@@ -196,6 +200,7 @@ impl World {
             groups: BTreeMap::new(),
             tenants: BTreeMap::new(),
             processes: BTreeMap::new(),
+            absent: BTreeMap::new(),
             freezing: BTreeSet::new(),
             swapped_out: BTreeSet::new(),
             queue: BTreeMap::new(),
@@ -245,45 +250,63 @@ impl World {
 
     /// A process of a tenant begins.
     pub(crate) fn join(&mut self, id: u64) {
-        let (tenant, process) = (TenantId(id), ProcessId(self.name()));
+        let process = ProcessId(self.name());
         let known = &self.tenants[&id];
         let (devices, shared) = (known.devices.clone(), known.shared);
-        self.processes.insert(process, Process::new(id, self.now));
-        self.memory(broker::Event::Joined(process, tenant));
-        self.memory(broker::Event::Confirms(process));
-        for device in devices {
-            let id = DomainId(self.name());
-            // The driver library of each process that joins sets the timeslice, of all.
-            for other in self.groups.values_mut() {
-                if shared.is_some() && other.shared == shared {
-                    (other.timeslice, other.tampered) = (Timeslice::DEFAULT, self.now);
-                }
+        // The driver library of each process that joins sets the timeslice, of all.
+        for other in self.groups.values_mut() {
+            if shared.is_some() && other.shared == shared {
+                (other.timeslice, other.tampered) = (Timeslice::DEFAULT, self.now);
             }
-            let group = Group {
-                device,
-                tenant: tenant.0,
-                process,
-                shared,
-                frozen: false,
-                timeslice: Timeslice::DEFAULT,
-                manner: Manner::Works,
-                mended: self.now,
-                hung: None,
-                tampered: Micros::ZERO,
-                waits: None,
-                seen: Default::default(),
-            };
-            self.groups.insert(id, group);
+        }
+        let groups = devices.into_iter().map(|device| Group {
+            device,
+            tenant: id,
+            process,
+            shared,
+            frozen: false,
+            timeslice: Timeslice::DEFAULT,
+            manner: Manner::Works,
+            mended: self.now,
+            hung: None,
+            tampered: Micros::ZERO,
+            waits: None,
+            seen: Default::default(),
+        });
+        let groups = groups.collect();
+        self.connect(process, Process::new(id, self.now), groups);
+    }
+
+    /// A session of a process begins: it says what it has, and then which groups.
+    fn connect(&mut self, name: ProcessId, process: Process, groups: Vec<Group>) {
+        let (tenant, kept) = (TenantId(process.tenant), process.kept());
+        let away = process.swapped() > 0;
+        self.processes.insert(name, process);
+        self.memory(broker::Event::Joined(name, tenant));
+        self.memory(broker::Event::Confirms(name));
+        self.introduce(name);
+        if kept > 0 {
+            self.memory(broker::Event::Keeps(name, kept));
+        }
+        for mut group in groups {
+            let id = DomainId(self.name());
+            // What it computes on is not there.
+            group.frozen |= away;
             let new = NewDomain {
-                device,
+                device: group.device,
                 id,
                 tenant,
-                group: shared,
+                group: group.shared,
                 demand: Demand::Idle,
-                timeslice: Timeslice::DEFAULT,
+                timeslice: group.timeslice,
                 default: Timeslice::DEFAULT,
-                run: RunState::Enabled,
+                run: match group.frozen {
+                    true => RunState::Frozen,
+                    false => RunState::Enabled,
+                },
             };
+            group.process = name;
+            self.groups.insert(id, group);
             self.controller.handle(self.now, Event::Came(new));
         }
         self.park();
@@ -296,7 +319,9 @@ impl World {
 
     /// How many processes of a tenant are not known to have ended.
     pub(crate) fn processes(&self, id: u64) -> usize {
-        self.processes.values().filter(|it| it.tenant == id).count()
+        let absent = self.absent.values().map(|(it, _)| it);
+        let all = self.processes.values().chain(absent);
+        all.filter(|it| it.tenant == id).count()
     }
 
     /// The last process of a tenant that lives: what happens to the tenant happens to this.
@@ -464,24 +489,56 @@ impl World {
         }
     }
 
-    /// The end of a process is noticed: what it sent before, and was not read, is read no more.
-    fn leave(&mut self, process: ProcessId) {
+    /// A process has no session any more, and its groups have no names: what it sent before, and was not read, is read no more.
+    fn part(&mut self, name: ProcessId) -> (Process, Vec<(Group, bool)>) {
         (self.queue).retain(
-            |_, due| !matches!(due, Due::Packet(of, _) | Due::Process(of, _) if *of == process),
+            |_, due| !matches!(due, Due::Packet(of, _) | Due::Process(of, _) if *of == name),
         );
-        let tenant = self
-            .processes
-            .remove(&process)
-            .expect("it was there")
-            .tenant;
-        for (id, group) in self.groups.extract_if(.., |_, it| it.process == process) {
+        let process = self.processes.remove(&name).expect("it was there");
+        let mut groups = Vec::new();
+        for (id, group) in self.groups.extract_if(.., |_, it| it.process == name) {
             if group.manner == Manner::Hangs || group.hung.is_some() {
                 self.hung = self.now + DEADLINE + SOON;
             }
+            let away = self.controller.domain(id).is_some_and(|it| it.swapped_out);
+            groups.push((group, away));
             self.controller.handle(self.now, Event::Gone(id));
         }
+        (process, groups)
+    }
+
+    /// The end of a process is noticed.
+    fn leave(&mut self, process: ProcessId) {
+        let (it, _) = self.part(process);
         self.memory(broker::Event::Left(process));
-        self.due(self.late.ends, Due::Forgotten(tenant));
+        self.due(self.late.ends, Due::Forgotten(it.tenant));
+    }
+
+    /// The connection of a tenant's process ends, and the process lives. Its groups are given back as they were made, but one whose memory
+    /// is away stays frozen.
+    pub(crate) fn lose(&mut self, id: u64) {
+        let Some((name, _)) = self.process(id).filter(|it| !it.1.stopped) else {
+            return;
+        };
+        let (process, groups) = self.part(name);
+        let groups = groups.into_iter().map(|(group, away)| Group {
+            frozen: group.frozen && away,
+            timeslice: Timeslice::DEFAULT,
+            waits: None,
+            seen: Default::default(),
+            ..group
+        });
+        let parted = process.parted(self.now);
+        self.absent.insert(name, (parted, groups.collect()));
+        self.memory(broker::Event::Lost(name));
+        self.due(self.late.ends, Due::Returns(name));
+    }
+
+    /// Its next session begins, which has another name.
+    fn return_from(&mut self, before: ProcessId) {
+        let (process, groups) = self.absent.remove(&before).expect("it is absent");
+        let name = ProcessId(self.name());
+        self.connect(name, process, groups);
     }
 
     /// A tenant ends with its last process.
@@ -524,6 +581,7 @@ impl World {
                 Some(Due::Look) => self.look(),
                 Some(Due::Left(id)) => self.leave(id),
                 Some(Due::Forgotten(id)) => self.forget(id),
+                Some(Due::Returns(process)) => self.return_from(process),
                 None if self.broker.next_wakeup().is_some_and(|at| at <= self.now) => {
                     self.memory(broker::Event::Tick);
                 }

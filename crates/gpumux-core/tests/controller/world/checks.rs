@@ -140,6 +140,9 @@ impl World {
         for (device, line) in (0..).zip(self.broker.lines()) {
             let has = |it: &Process| it.holding.get(&device).map(|it| it.resident());
             let resident: u64 = self.processes.values().filter_map(has).sum();
+            let absent = self.absent.values().filter_map(|(it, _)| has(it));
+            let all = absent.fold(resident, |sum, it| sum + it);
+            assert!(all <= CAPACITY, "{all} bytes at {}", self.now);
             let room = line.capacity - line.occupied;
             assert!(
                 resident <= room,

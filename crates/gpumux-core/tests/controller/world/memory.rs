@@ -64,6 +64,20 @@ impl Process {
         self.holding.values().map(|it| it.swapped).sum()
     }
 
+    /// Host memory that it has.
+    pub(super) fn kept(&self) -> u64 {
+        self.kept
+    }
+
+    /// Without its session. No work of it is seen, and none of its threads waits for a daemon.
+    pub(super) fn parted(self, now: Micros) -> Self {
+        Self {
+            holding: self.holding,
+            kept: self.kept,
+            ..Self::new(self.tenant, now)
+        }
+    }
+
     /// What it would move, of each device.
     fn movable(&self, least: u64) -> BTreeMap<usize, u64> {
         let moves = |(device, it): (&usize, &Holding)| {
@@ -223,6 +237,19 @@ impl World {
             holding,
         };
         self.send(process, holds);
+    }
+
+    /// What a process has is the first that its session says.
+    pub(super) fn introduce(&mut self, process: ProcessId) {
+        let all = self.processes[&process].holding.clone();
+        for (device, holding) in all {
+            self.memory(broker::Event::Holds {
+                process,
+                device: uuid(device),
+                total: CAPACITY,
+                holding,
+            });
+        }
     }
 
     fn say_all(&mut self, process: ProcessId) {

@@ -33,6 +33,7 @@ impl World {
 
     /// Everything works again and every tenant has work: then everything must come right.
     pub(crate) fn recover(&mut self) {
+        self.run_for(self.late.ends);
         for id in self.tenants.keys().copied().collect::<Vec<_>>() {
             self.set_manner(id, Manner::Works);
         }
