@@ -15,7 +15,7 @@ Modes: `alone` (the light tenant's latency), `time-slicing`, `gpumux` (no guaran
 Values by the number of a tenant, for those that always have work: `share_N` (of the work that all tenants of its device had done, each call counted by its time
 alone), in mode `guaranteed` also `guarantee_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: guarantee × work done by all − own work,
 and `bound_N_ms`, what the lag may be (docs/concepts.md); more fails the cell.
-For the light tenant `latency_p50_us` and `latency_p99_us`; for all modes `total_rel` (work done for each second and device), with gpumux `daemon_cpu`
+For the light tenant `latency_p50_us` and `latency_p99_us`, from when a request is due (in results up to commit cb64feb6: from when it is submitted); for all modes `total_rel` (work done for each second and device), with gpumux `daemon_cpu`
 and `scheduler_cpu` (the part of one CPU that the daemon takes, and its scheduling thread), and `scheduler_user`, what of that is not in the kernel and its drivers. Each is the mean of the rounds; from five rounds on, with
 the interval of rounds.py. `lag_N_ms` is the worst of the rounds.
 """
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "light": Kind(["latency", "--period-us", "5000", "--kernels", "10", "--wait", "spin"], 10, 10, steady=False),
+    "light": Kind(["latency", "--period-us", "5000", "--kernels", "10", "--wait", "spin", "--from-arrival"], 10, 10, steady=False),
     "busy": Kind(["batch"], 1, 1000),
     "batch": Kind(["batch"], 1, 2000),
     # Always late, so that the next request is prepared at once: a pause of 1 ms after each.

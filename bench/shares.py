@@ -65,7 +65,7 @@ CASES: dict[str, list[Program]] = {
     "one-leaves": [BATCH, Program("batch", ends_early=True)],
 }
 # A request of 10 kernels of 10 µs every 5 ms.
-PERIODIC = ["latency", "--period-us", "5000", "--kernels", "10", "--kernel-us", "10", "--wait", "spin"]
+PERIODIC = ["latency", "--period-us", "5000", "--kernels", "10", "--kernel-us", "10", "--wait", "spin", "--from-arrival"]
 
 
 def start(mode: Mode, program: Program, name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:

@@ -419,7 +419,7 @@ impl Controller {
             Event::Arrival(_, at) => domain.rhythm.came(at),
             Event::Progress(_, progress) => {
                 domain.stir(now);
-                domain.note(progress);
+                domain.note(now, progress);
                 let keeps = self.mutation == Some(Mutation::TolerateForEver);
                 if keeps && domain.state.tolerated.is_some() {
                     return;

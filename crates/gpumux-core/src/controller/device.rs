@@ -472,6 +472,8 @@ fn merge(into: &mut Vec<DomainState>, from: impl Iterator<Item = (Option<DomainI
         // Only what every member tolerates.
         all.tolerated = all.tolerated.min(state.tolerated);
         all.request = all.request.into_iter().chain(state.request).min();
+        // That of one member says nothing of the others.
+        all.worked = None;
         all.demand_since = match rank(state.demand).cmp(&rank(all.demand)) {
             std::cmp::Ordering::Greater => state.demand_since,
             std::cmp::Ordering::Less => all.demand_since,

@@ -68,8 +68,9 @@ pub struct Domain {
     pub(super) at_work: bool,
     pub(super) rhythm: Rhythm,
     pub(super) launches: Launches,
-    /// What its program has done.
+    /// What its program has done, and when it had last waited for all of its work.
     done: Progress,
+    waited: Micros,
     /// How long it had been frozen when that was looked at.
     pub(super) frozen_before: Micros,
     pub(super) fault: Option<Fault>,
@@ -105,6 +106,7 @@ impl Domain {
                 expected: None,
                 tolerated: None,
                 request: None,
+                worked: None,
                 received: Micros::ZERO,
                 timeslice: new.timeslice,
                 run: new.run,
@@ -121,6 +123,7 @@ impl Domain {
             rhythm: Rhythm::default(),
             launches: Launches::default(),
             done: Progress::default(),
+            waited: now,
             frozen_before: Micros::ZERO,
             fault: None,
             last_fault: None,
@@ -137,15 +140,19 @@ impl Domain {
     }
 
     /// Its program has done so much.
-    pub(super) fn note(&mut self, done: Progress) {
+    pub(super) fn note(&mut self, now: Micros, done: Progress) {
         let before = std::mem::replace(&mut self.done, done);
         let more = done.since(before).unwrap_or_default();
         if let Some(mean) = more.busy.0.checked_div(more.waits) {
-            // Each request counts for a quarter, those before it for the rest.
-            let before = self.state.request.map_or(mean, |it| it.0) as f64;
+            // Each request counts for a quarter, those before it for the rest: as four times as long as these, if they were longer.
+            let before = self.state.request.map_or(mean, |it| it.0);
+            let before = before.min(mean.saturating_mul(4)) as f64;
             let kept = 0.75_f64.powf(more.waits as f64);
             let request = kept * before + (1.0 - kept) * mean as f64;
             self.state.request = Some(Micros(request as u64));
+            let time = now.saturating_sub(std::mem::replace(&mut self.waited, now));
+            let part = more.busy.0 as f64 / time.0.max(1) as f64;
+            self.state.worked = Some(part.min(1.0));
         }
     }
 

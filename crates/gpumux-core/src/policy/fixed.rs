@@ -71,6 +71,7 @@ mod tests {
             demand: Demand::Busy,
             demand_since: Micros(0),
             request: None,
+            worked: None,
             expected: None,
             tolerated: None,
             received: Micros(0),

@@ -222,7 +222,8 @@ impl<'a> Stage<'a> {
             // One that ran ahead and pauses stays over its budget: it would have the device at each return, until that is seen.
             let exhausted = !looked_at
                 && self.is_contested(actor)
-                && self.must_wait(track.exhausted, -track.lag, actor.share);
+                && self.must_wait(track.exhausted, -track.lag, actor.share)
+                && !self.worked_little(actor);
             let hogs = actor.domain.demand_since + self.tuning.hog;
             // Those that seem to take what they can get do not take it from one that is looked at.
             let waits = look.is_some() && track.greedy.is_some();
@@ -242,6 +243,17 @@ impl<'a> Stage<'a> {
                 self.ask_at(hogs);
             }
         }
+    }
+
+    /// Whether a domain surely had work for less than its share of the time lately. One that is found to have work counts as at work until the next
+    /// look, so that some short requests, as they are found, look like many.
+    fn worked_little(&self, actor: &Actor) -> bool {
+        let busy_for = match actor.domain.demand {
+            Demand::Idle => 0,
+            _ => (self.snapshot.now.saturating_sub(actor.domain.demand_since)).0,
+        };
+        let little = actor.domain.worked.is_some_and(|it| it < actor.share);
+        little && (busy_for as f64) < self.burst(actor.share)
     }
 
     /// Whether another may have work, and may run.

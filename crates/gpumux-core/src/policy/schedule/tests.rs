@@ -283,6 +283,28 @@ fn a_latency_domain_over_its_budget_pauses_until_it_is_level() {
     assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
 }
 
+/// A request that is found counts until the next look. What the program says of them tells that they are short.
+#[test]
+fn latency_domain_with_little_work_is_not_over_its_budget() {
+    let classes = [Class::Latency, Class::Batch];
+    let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+    now.tenants[1].spec.guaranteed = 0.4;
+    let mut memory = Memory::default();
+    let pause = plan(&now, &mut memory).next.expect("the budget ends");
+    now.now = pause;
+    now.domains[0].received = pause;
+    let run = |worked, busy_for: u64| {
+        let (mut now, mut memory) = (now.clone(), memory.clone());
+        now.domains[0].worked = worked;
+        now.domains[0].demand_since = pause.saturating_sub(Micros(busy_for));
+        shape(&plan(&now, &mut memory))[0].1
+    };
+    assert_eq!(run(None, 1_000), Frozen);
+    assert_eq!(run(Some(0.7), 1_000), Frozen, "more than its share");
+    assert_eq!(run(Some(0.3), 1_000), Enabled);
+    assert_eq!(run(Some(0.3), 50_000), Frozen, "it works since");
+}
+
 #[test]
 fn contender_that_must_not_run_pauses_no_other() {
     let classes = [Class::Latency, Class::Batch];

@@ -442,7 +442,7 @@ fn short_requests_that_come_before_the_next_round_take_the_device() {
         (600_000, 15_000, 50_000),
         (600_000, 40_000, 700_000),
         // Others start meanwhile. One without a pause is looked at, too.
-        (0, 500_000, 1_000_000),
+        (0, 500_000, 2_100_000),
     ];
     for (others, guaranteed) in [(2, 0.0), (2, 0.2), (22, 0.03)] {
         let classes: Vec<Class> = std::iter::repeat_n(Class::Latency, 2)
