@@ -40,8 +40,8 @@ OUT, FREE, CACHED, IN_USE = 0, 1, 2, 3
 
 _DONE, _NOT_YET, _FULL = 0, 1, 2
 _GRANULE = 16 << 20
-_LONGEST_S = 1e6
-"""The longest wait: the library takes milliseconds in 32 bits."""
+_LEAST_S, _LONGEST_S = 0.005, 1e6
+"""Without any wait the library does not ask the daemon, which answers sooner than this where there is room. It takes milliseconds in 32 bits."""
 _WHY = {
     _NOT_YET: "there is no room for one granule on the device now, or the process has 4096 ranges",
     _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
@@ -172,7 +172,7 @@ class _Elastic:
 
     def commit(self, first: int, count: int, wait_s: float, part: tuple[int, int] | None = None) -> int:
         """`part`: the name of a request that several ranks make, and their number. An older library has no such requests."""
-        wait_ms = int(min(max(0.0, wait_s), _LONGEST_S) * 1000)
+        wait_ms = int(min(max(_LEAST_S, wait_s), _LONGEST_S) * 1000)
         if part and _commit_part:
             return int(_commit_part(self.address, first, count, wait_ms, *part))
         return int(_commit(self.address, first, count, wait_ms))
@@ -683,7 +683,7 @@ def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> li
     found: list[list[int]] = []
     try:
         for pool in pools:
-            pages = pool.alloc(count, max(0.0, deadline - time.monotonic()))
+            pages = pool.alloc(count, deadline - time.monotonic())
             if pages is None:
                 return None
             found.append(pages)

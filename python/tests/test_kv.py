@@ -339,9 +339,10 @@ print(pool.alloc(1))
         memory = object.__new__(kv._Elastic)
         memory.address = 1 << 30
         with mock.patch.object(kv, "_commit", commit):
-            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0.5):
+            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0, 0.0009, 0.5):
                 memory.commit(0, 1, wait_s)
-        self.assertEqual(waits, [1_000_000_000, 0, 1_000_000_000, 0, 500])
+        # Without any wait the library would not ask the daemon.
+        self.assertEqual(waits, [1_000_000_000, 5, 1_000_000_000, 5, 5, 5, 500])
 
     def test_wrong_sizes_are_refused(self) -> None:
         for arguments, options in (((0, 1), {}), ((MIB, 0), {}), ((MIB, MIB), {"granule_bytes": 3 * MIB})):
