@@ -21,6 +21,7 @@ import collections
 import contextlib
 import ctypes
 import heapq
+import itertools
 import math
 import mmap
 import operator
@@ -31,7 +32,7 @@ import time
 import warnings
 import weakref
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence, Tuple
 
 import gpumux
 
@@ -307,13 +308,27 @@ def _numbers(what: str, given: Iterable[Any]) -> list[int]:
         return [gpumux._whole(what, it, sys.maxsize, -sys.maxsize) for it in given]  # It names the wrong one.
 
 
+_Entry = Tuple[int, Tuple[int, ...]]
+"""A cached page, and how often its granules had lost their memory."""
+
+
+class _Claim(NamedTuple):
+    """Pages that are to have memory."""
+
+    pages: list[int]
+    evicted: list[tuple[int, _Entry]]
+    """The last of them, which were cached, by their keys."""
+    lacking: list[int]
+    """Granules that must have memory first."""
+
+
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def _in_child() -> None:
     """Another thread of the parent may have held a lock."""
     for pool in list(_pools):
-        pool._lock = threading.RLock()
+        pool._lock, pool._asks = threading.RLock(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -325,8 +340,8 @@ class Pool:
     `bytes_max` are its addresses, `page_bytes` the size of a page, of any number of bytes. Memory comes in granules of `granule_bytes`
     (a multiple of 2 MiB, at most 64 MiB). With `fallback=False` it is an error where memory cannot be elastic.
 
-    Its methods may be called by any thread. Pages must not be freed, cached or left to others while a kernel that uses them is still
-    to run.
+    Its methods may be called by any thread, also while another one waits for memory. Pages must not be freed, cached or left to others
+    while a kernel that uses them is still to run.
     """
 
     def __init__(
@@ -353,13 +368,14 @@ class Pool:
         self.address: int = self._memory.address
         """Where page 0 is; page n is `n * page_bytes` behind it."""
         self.granule_bytes = granule_bytes
-        self._lock = threading.RLock()
+        # The second is held while memory is awaited, and never taken with the first.
+        self._lock, self._asks = threading.RLock(), threading.RLock()
         _pools.add(self)
         self._closed = False
         self._reclaimers: list[Callable[[int, int], int]] = []
-        # Of each page: free, cached or in use. Of each granule: how many such pages reach into it.
+        # Of each page: free, cached or in use. Of each granule: how many such pages reach into it, and how many requests await its memory.
         self._states = bytearray([FREE]) * self.pages
-        self._in_use, self._has_cached = [0] * granules, [0] * granules
+        self._in_use, self._has_cached, self._awaited = [0] * granules, [0] * granules, [0] * granules
         # Free pages by the granule in which they begin; granules that have some, the lowest first.
         self._free: list[list[int]] = [[] for _ in range(granules)]
         for page in reversed(range(self.pages)):
@@ -367,8 +383,8 @@ class Pool:
         self._open = [granule for granule in range(granules) if self._free[granule]]
         self._is_open = bytearray(bool(it) for it in self._free)
         self._unused = self.pages
-        # By key: the page, and how often its granules had lost their memory. The oldest first.
-        self._cache: collections.OrderedDict[int, tuple[int, tuple[int, ...]]] = collections.OrderedDict()
+        # By key, the oldest first.
+        self._cache: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
         self._keys = 0
 
     # ---- pages -------------------------------------------------------------------------------
@@ -376,28 +392,21 @@ class Pool:
     def alloc(self, count: int, wait_s: float = 1.0) -> list[int] | None:
         """So many pages, with undefined contents; None when there is no room for them within about `wait_s`.
 
-        Where room is short, the pool's own cached pages go first, the oldest before the others.
+        Where room is short, the pool's own cached pages go first, the oldest before the others; where these are too few, they stay. An
+        exception while memory is awaited, such as KeyboardInterrupt, leaves all as before.
         """
         count, wait_s = operator.index(count), min(max(0.0, float(wait_s)), _LONGEST_S)
         if count < 0:
             raise ValueError(f"a number of pages is 0 or more: {count}")
-        deadline = time.monotonic() + wait_s
-        with self._lock:
-            self._check_open()
-            if self._memory.gone() or count > self._unused + len(self._cache):
-                return None
-            self._evict(count - self._unused)
-            pages = self._pick(count)
-            if self._back(pages, deadline):
+        start = time.monotonic()
+        # Memory of others is awaited for long only where the pool's own does not do.
+        for until in sorted({start, start + wait_s}):
+            pages = self._back(count, until)
+            if pages is None:
+                pages = self._back_own(count)
+            if pages is not None:
                 return pages
-            # There is no more memory. The pool's own is used first: that of free pages, then that of cached ones.
-            while True:
-                pages = self._pick_backed(count)
-                if pages and self._back(pages, 0):
-                    return pages
-                if not self._cache:
-                    return None
-                self._evict(1)
+        return None
 
     def free(self, pages: Sequence[int]) -> None:
         """Their contents are not needed any more."""
@@ -416,12 +425,8 @@ class Pool:
             self._leave(pages)
             keys = []
             for page in pages:
-                self._states[page] = CACHED
-                granules = self._granules(page)
-                for granule in granules:
-                    self._has_cached[granule] += 1
                 self._keys += 1
-                self._cache[self._keys] = page, tuple(self._memory.generation(it) for it in granules)
+                self._keep(self._keys, (page, tuple(self._memory.generation(it) for it in self._granules(page))))
                 keys.append(self._keys)
             self._settle(pages)
             return keys
@@ -439,7 +444,7 @@ class Pool:
                     continue
                 page, generations = entry
                 granules = self._granules(page)
-                there = all(self._in_use[it] or not self._memory.mark(it, 1, IN_USE) for it in granules)
+                there = all(self._is_held(it) or not self._memory.mark(it, 1, IN_USE) for it in granules)
                 there = there and generations == tuple(self._memory.generation(it) for it in granules)
                 self._uncache(page)
                 if there:
@@ -458,7 +463,8 @@ class Pool:
             unused = (it for it, used in enumerate(self._in_use) if not used and not self._has_cached[it])
             for first, count in _runs(unused):
                 self._memory.decommit(first, count)
-            return int(before - self._memory.committed())
+            # Other threads may have got memory meanwhile.
+            return max(0, int(before - self._memory.committed()))
 
     def limits(self) -> Limits:
         """What it has now."""
@@ -497,13 +503,16 @@ class Pool:
     def close(self) -> None:
         """Frees all of it; tensors of it must not be used any more. Without this it ends with the process."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for it in self._reclaimers:
-                    with contextlib.suppress(ValueError):  # None is called any more when Python ends.
-                        gpumux._reclaimers.remove(it)
-                if not self._memory.gone():
-                    self._memory.close()
+            if self._closed:
+                return
+            self._closed = True
+            for it in self._reclaimers:
+                with contextlib.suppress(ValueError):  # None is called any more when Python ends.
+                    gpumux._reclaimers.remove(it)
+        # A request that is under way ends first.
+        with self._asks:
+            if not self._memory.gone():
+                self._memory.close()
 
     def __enter__(self) -> Pool:
         return self
@@ -549,25 +558,6 @@ class Pool:
         self._unused -= count
         return pages
 
-    def _pick_backed(self, count: int) -> list[int]:
-        """Free pages whose granules have memory, all or none."""
-        backed = [granule for granule in sorted(self._open) if self._has_memory(granule)]
-        pages = [page for it in backed for page in reversed(self._free[it]) if all(map(self._has_memory, self._granules(page)))]
-        if len(pages) < count:
-            return []
-        pages = pages[:count]
-        for page in pages:
-            self._free[self._granules(page)[0]].remove(page)
-        self._open = [granule for granule in self._open if self._free[granule]]
-        heapq.heapify(self._open)
-        self._is_open = bytearray(bool(it) for it in self._free)
-        self._unused -= count
-        return pages
-
-    def _has_memory(self, granule: int) -> bool:
-        memory = self._memory
-        return bool(memory.kind != "elastic" or memory.there([granule]))
-
     def _unpick(self, pages: Iterable[int]) -> None:
         """These pages are free."""
         for page in pages:
@@ -579,22 +569,108 @@ class Pool:
                 self._is_open[granule] = True
                 heapq.heappush(self._open, granule)
 
-    def _back(self, pages: Sequence[int], deadline: float) -> bool:
-        """Has memory behind these pages, which were picked: they are in use then. Without it, and after an exception such as
-        KeyboardInterrupt, they are free."""
-        lacking = [granule for granule in self._granules_of(pages) if not self._in_use[granule]]
-        backed = False
+    def _can_have(self, count: int) -> bool:
+        self._check_open()
+        return not self._memory.gone() and count <= self._unused + len(self._cache)
+
+    def _is_held(self, granule: int) -> bool:
+        """Whether pages of it are in use, and have their memory."""
+        return bool(self._in_use[granule] and not self._awaited[granule])
+
+    def _is_backed(self, page: int) -> bool:
+        """Whether it has memory that no thread awaits."""
+        memory = self._memory
+        return all(not self._awaited[it] and (memory.kind != "elastic" or memory.there([it])) for it in self._granules(page))
+
+    def _back(self, count: int, until: float) -> list[int] | None:
+        """So many pages, once they have memory. Other threads use the pool meanwhile."""
+        claim, backed = None, False
         try:
-            backed = all(
-                self._memory.commit(first, count, deadline - time.monotonic()) == _DONE for first, count in _runs(lacking)
-            )
+            with self._lock:
+                claim = self._claim(count)
+            backed = claim is not None and self._commit(claim.lacking, until)
+            return claim.pages if claim and backed else None
         finally:
-            if not backed:
-                self._settle_granules(lacking)
-                self._unpick(pages)
-        if backed:
-            self._enter(pages)
-        return backed
+            if claim:
+                self._end(claim, backed)
+
+    def _claim(self, count: int) -> _Claim | None:
+        """Free pages at the lowest addresses, and the oldest cached ones where these are too few: they are in use."""
+        if not self._can_have(count):
+            return None
+        evicted = [self._cache.popitem(last=False) for _ in range(count - self._unused)]
+        for _key, (page, _generations) in evicted:
+            self._uncache(page)
+        pages = self._pick(count - len(evicted)) + [page for _key, (page, _generations) in evicted]
+        lacking = [granule for granule in self._granules_of(pages) if not self._is_held(granule)]
+        self._enter(pages)
+        for granule in lacking:
+            self._awaited[granule] += 1
+        return _Claim(pages, evicted, lacking)
+
+    def _end(self, claim: _Claim, backed: bool) -> None:
+        """These pages have memory now, or they are what they were."""
+        pages, evicted, lacking = claim
+        with self._lock:
+            for granule in lacking:
+                self._awaited[granule] -= 1
+            if backed or self._closed:
+                return
+            self._leave(pages)
+            self._unpick(reversed(pages[: len(pages) - len(evicted)]))
+            for key, entry in reversed(evicted):
+                self._keep(key, entry)
+                self._cache.move_to_end(key, last=False)
+            self._settle(pages)
+
+    def _commit(self, granules: Sequence[int], until: float) -> bool:
+        """Has memory behind granules. One thread asks at a time: others may want the same ones, and what a refused request got is taken back."""
+        if not granules:
+            return True
+        if not self._asks.acquire(timeout=max(_LEAST_S, until - time.monotonic())):
+            return False
+        try:
+            return not self._closed and self._have(granules, until)
+        finally:
+            self._asks.release()
+
+    def _have(self, granules: Sequence[int], until: float) -> bool:
+        return all(self._memory.commit(first, count, until - time.monotonic()) == _DONE for first, count in _runs(granules))
+
+    def _back_own(self, count: int) -> list[int] | None:
+        """Pages that have memory already: free ones at the lowest addresses, then the oldest cached ones."""
+        with self._lock:
+            before = None
+            while self._can_have(count):
+                free = (page for granule in sorted(self._open) for page in reversed(self._free[granule]) if self._is_backed(page))
+                unused = list(itertools.islice(free, count))
+                cached = ((key, page) for key, (page, _generations) in self._cache.items() if self._is_backed(page))
+                evicted = dict(itertools.islice(cached, count - len(unused)))
+                pages = [*unused, *evicted.values()]
+                # Others may take some until they are in use. What they took is left out then.
+                if len(pages) < count or pages == before:
+                    break
+                before, lacking = pages, [granule for granule in self._granules_of(pages) if not self._in_use[granule]]
+                try:
+                    if self._have(lacking, 0):
+                        self._take(unused)
+                        for key, page in evicted.items():
+                            del self._cache[key]
+                            self._uncache(page)
+                        self._enter(pages)
+                        return pages
+                finally:
+                    self._settle_granules(lacking)
+            return None
+
+    def _take(self, pages: Iterable[int]) -> None:
+        """These pages are not free any more."""
+        for page in pages:
+            self._free[self._granules(page)[0]].remove(page)
+            self._unused -= 1
+        self._open = [granule for granule in self._open if self._free[granule]]
+        heapq.heapify(self._open)
+        self._is_open = bytearray(bool(it) for it in self._free)
 
     def _enter(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -611,17 +687,16 @@ class Pool:
             for granule in self._granules(page):
                 self._in_use[granule] -= 1
 
+    def _keep(self, key: int, entry: _Entry) -> None:
+        """A page is cached."""
+        self._cache[key] = entry
+        self._states[entry[0]] = CACHED
+        for granule in self._granules(entry[0]):
+            self._has_cached[granule] += 1
+
     def _uncache(self, page: int) -> None:
         for granule in self._granules(page):
             self._has_cached[granule] -= 1
-
-    def _evict(self, count: int) -> None:
-        """The oldest cached pages are free."""
-        for _ in range(count):
-            _key, (page, _generations) = self._cache.popitem(last=False)
-            self._uncache(page)
-            self._unpick([page])
-            self._settle([page])
 
     def _settle(self, pages: Iterable[int]) -> None:
         """Others may have what is not in use."""
