@@ -523,9 +523,11 @@ class Pool:
     # ---- tensors -----------------------------------------------------------------------------
 
     def tensor(self, shape: Sequence[int] | None = None, dtype: str = "uint8") -> Tensor:
-        """All of the pages, for `torch.from_dlpack` and others: rows of bytes, or as it is said. Of pages that are not in use the contents
-        are undefined."""
-        kind, bits = _dtype(dtype)
+        """All of the pages, for `torch.from_dlpack` and others: a row for each, or as it is said. Of pages that are not in use the contents
+        are undefined. NumPy's arrays of it are for reading only."""
+        _code, bits = _dtype(dtype)
+        if shape is None and self.page_bytes * 8 % bits:
+            raise ValueError(f"a page of {self.page_bytes} bytes is no row of {dtype}")
         shape = tuple(_numbers("a length", shape)) if shape is not None else (self.pages, self.page_bytes * 8 // bits)
         if any(it < 0 for it in shape) or math.prod(shape) * bits // 8 > self.pages * self.page_bytes:
             raise ValueError(f"{shape} of {dtype} is more than {self.pages} pages of {self.page_bytes} bytes")
@@ -734,21 +736,23 @@ class _DLManagedTensor(ctypes.Structure):
     _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4}
+_TYPES = {
+    f"{kind}{bits}": (code, bits)
+    for code, kind, sizes in ((0, "int", (8, 16, 32, 64)), (1, "uint", (8, 16, 32, 64)), (2, "float", (16, 32, 64)), (4, "bfloat", (16,)))
+    for bits in sizes
+}
+"""DLPack's code of a type, and its bits. A reader that does not know a type leaves the capsule, which keeps the pool."""
 _CPU, _CUDA = 1, 2
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def _dtype(name: str) -> tuple[int, int]:
-    """DLPack's code of a type such as `float16`, and its bits."""
     if not isinstance(name, str):
         raise TypeError(f"a type is named as 'float16' is, not {name!r}")
-    kind = name.rstrip("0123456789")
-    bits = int(name[len(kind) :] or 0)
-    if kind not in _CODES or bits not in (8, 16, 32, 64):
+    if name not in _TYPES:
         raise ValueError(f"no type of DLPack's: {name}")
-    return _CODES[kind], bits
+    return _TYPES[name]
 
 
 def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> list[list[int]] | None:
@@ -770,7 +774,10 @@ def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> li
 
 
 class Tensor:
-    """A pool's pages, or a part of a kept buffer, as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`)."""
+    """A pool's pages, or a part of a kept buffer, as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`).
+
+    Arrays of it keep the pool. So does what `__dlpack__` returns, if no reader takes it.
+    """
 
     def __init__(
         self, pool: Any, shape: tuple[int, ...], dtype: str, offset: int = 0, released: Callable[[], object] | None = None

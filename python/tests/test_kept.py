@@ -150,7 +150,7 @@ class Buffers(unittest.TestCase):
         tensor = buffer.tensor((2, 4), "float32", 512)
         self.assertEqual((tensor.__dlpack_device__(), tensor.offset), ((2, 0), 512))
         self.assertEqual(buffer.tensor(dtype="int32").shape, (256,))
-        for shape, offset in (((257,), 0), ((1,), 1021), ((-1,), 0), ((1,), -4)):
+        for shape, offset in (((257,), 0), ((1,), 1024), ((-1,), 0), ((1,), -4), ((1,), 2), (None, 1022)):
             with self.assertRaises(ValueError):
                 buffer.tensor(shape, "float32", offset)
         for shape, offset, why in (((1.0,), 0, "length"), ((1,), 0.0, "offset"), ((1,), None, "offset")):

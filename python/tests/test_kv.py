@@ -451,6 +451,22 @@ class Pages(unittest.TestCase):
             with self.assertRaises(ValueError):
                 pool.tensor(shape, dtype)
 
+    def test_rows_of_a_tensor_are_pages(self) -> None:
+        pool = made(4 * MIB, 10, granule_bytes=2 * MIB)
+        self.assertEqual((pool.tensor(dtype="int16").shape, pool.tensor((4, 3), "float32").shape), ((pool.pages, 5), (4, 3)))
+        for dtype in ("float32", "int64"):
+            with self.assertRaisesRegex(ValueError, f"a page of 10 bytes is no row of {dtype}"):
+                pool.tensor(dtype=dtype)
+
+    def test_types_are_those_that_readers_know(self) -> None:
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        for dtype, (code, bits) in {"int8": (0, 8), "uint64": (1, 64), "float16": (2, 16), "float64": (2, 64), "bfloat16": (4, 16)}.items():
+            tensor = read(pool.tensor(dtype=dtype).__dlpack__()).tensor
+            self.assertEqual((tensor.code, tensor.bits), (code, bits))
+        for dtype in ("float8", "bfloat8", "bfloat32", "bfloat64", "int4", "uint128", "float", "16", "int016", "int٨"):
+            with self.assertRaisesRegex(ValueError, f"no type of DLPack's: {dtype}"):
+                pool.tensor(dtype=dtype)
+
     def test_reader_that_lets_a_tensor_go_releases_it(self) -> None:
         released = []
         pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
