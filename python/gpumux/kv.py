@@ -256,7 +256,8 @@ class _Host(_Plain):
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
-        pass  # It goes with the last view of it.
+        if not self.gone():
+            self.memory.madvise(mmap.MADV_REMOVE)  # The addresses go with the last view of them.
 
 
 def _backing(device: int, size: int, granule: int, fallback: bool) -> Any:
@@ -436,6 +437,7 @@ class Pool:
         keys = _numbers("a key", keys)
         with self._lock:
             self._check_open()
+            gone = self._memory.gone()
             found: list[int | None] = []
             for key in keys:
                 entry = self._cache.pop(key, None)
@@ -444,7 +446,7 @@ class Pool:
                     continue
                 page, generations = entry
                 granules = self._granules(page)
-                there = all(self._is_held(it) or not self._memory.mark(it, 1, IN_USE) for it in granules)
+                there = not gone and all(self._is_held(it) or not self._memory.mark(it, 1, IN_USE) for it in granules)
                 there = there and generations == tuple(self._memory.generation(it) for it in granules)
                 self._uncache(page)
                 if there:

@@ -2,8 +2,8 @@
 
     GPUMUX_KV=elastic gpumux run -- sglang serve --model-path MODEL
 
-SGLang finds `plugin` by the entry point of the installed package (`pip install gpumux`) and calls it in every process it starts. Without `GPUMUX_KV`
-it only counts tokens; without `gpumux run` it registers nothing.
+SGLang finds `plugin` by the entry point of the installed package (`pip install` of the wheel that you built) and calls it in every process it starts.
+Without `GPUMUX_KV` it only counts tokens; without `gpumux run` it registers nothing.
 """
 
 from __future__ import annotations

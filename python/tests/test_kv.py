@@ -510,6 +510,7 @@ from gpumux import kv
 warnings.simplefilter("ignore")
 with unittest.mock.patch.object(kv, "_Device", side_effect=kv.PoolError("none")):
     pool = kv.Pool(4 << 20, 1 << 20)
+keys = pool.cached(pool.alloc(1))
 held, ends = threading.Event(), threading.Event()
 def hold():
     with pool._lock, pool._asks:
@@ -520,14 +521,14 @@ held.wait()
 child = os.fork()
 if not child:
     signal.alarm(20)
-    print(pool.alloc(1), pool.limits().in_use, pool.close(), flush=True)
+    print(pool.alloc(1), pool.touch(keys), pool.limits().in_use, pool.close(), flush=True)
     os._exit(0)
 os.waitpid(child, 0)
 ends.set()
-print(pool.alloc(1))
+print(pool.alloc(1), pool.touch(keys))
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        self.assertEqual(done.stdout, "None 0 None\n[0]\n", done.stderr)
+        self.assertEqual(done.stdout, "None [None] 0 None\n[1] [0]\n", done.stderr)
 
     def test_wait_of_any_length_reaches_the_library_in_bounds(self) -> None:
         waits: "list[int]" = []
@@ -560,6 +561,16 @@ print(pool.alloc(1))
             with self.assertRaisesRegex(ValueError, "bytes_max is a whole number"):
                 kv.Pool((1 << 64) + MIB, MIB)
         backing.assert_not_called()
+
+    def test_closed_pool_of_the_host_keeps_no_memory(self) -> None:
+        memory = kv._Host(4 * MIB, 2 * MIB)
+        ctypes.memset(memory.address, 7, memory.size)
+        with mock.patch("os.getpid", return_value=0):  # A forked child, which has the same memory.
+            memory.close()
+        self.assertTrue(all(ctypes.string_at(memory.address, memory.size)))
+        memory.close()
+        # Its addresses stay, for tensors that are still there.
+        self.assertFalse(any(ctypes.string_at(memory.address, memory.size)))
 
     def test_host_without_room_is_a_pool_s_error(self) -> None:
         with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(
