@@ -1,5 +1,7 @@
 """Tests of `gpumux.sglang`: with SGLang's own registry of hooks where SGLang is installed, else with a stand-in for it."""
 
+from __future__ import annotations
+
 import enum
 import importlib.util
 import os

@@ -1,5 +1,7 @@
 """Tests of the free pages of an engine with a buffer for each layer, with a range that loses granules."""
 
+from __future__ import annotations
+
 import ctypes
 import random
 import sys
