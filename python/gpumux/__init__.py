@@ -195,7 +195,7 @@ class Tenant:
 
 def tenant() -> Tenant | None:
     """The tenant of this process; None where no daemon manages it: without `gpumux run`, before its first context, without a daemon, in
-    a container that has not the daemon's API. Raises `DaemonError` where the daemon does not answer within ten seconds.
+    a container that has not the daemon's API. Raises `DaemonError` where the daemon does not answer within ten seconds, or ends meanwhile.
     """
     found = _daemon.own()
     if found is None:
