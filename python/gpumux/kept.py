@@ -162,8 +162,9 @@ def tensors(name: str, originals: Iterable[Any], *, fallback: bool = True) -> Bu
 
     originals = list(originals)
     places = {it.device for it in originals}
-    if len(places) != 1 or (place := places.pop()).type != "cuda":
-        raise ValueError(f"kept tensors are of one CUDA device, not of {sorted(map(str, places))}")
+    if [it.type for it in places] != ["cuda"]:
+        raise ValueError(f"kept tensors are of one CUDA device, not of {', '.join(sorted(map(str, places))) or 'none'}")
+    (place,) = places
     if any(not it.is_contiguous() for it in originals):
         raise ValueError("kept tensors are contiguous")
     offsets, size = layout(it.numel() * it.element_size() for it in originals)

@@ -171,8 +171,17 @@ class Buffers(unittest.TestCase):
         self.assertIn("cuda.current_stream().synchronize", calls[copy:])
 
     def test_no_tensors_are_an_error(self) -> None:
-        with mock.patch.dict(sys.modules, {"torch": mock.MagicMock()}), self.assertRaisesRegex(ValueError, "not of .*"):
+        with mock.patch.dict(sys.modules, {"torch": mock.MagicMock()}), self.assertRaisesRegex(ValueError, "not of none$"):
             kept.tensors("a", iter([]))
+
+    def test_error_names_the_devices_of_tensors_elsewhere(self) -> None:
+        class Device(str):
+            type, index = "cpu", None
+
+        for names in (["cpu"], ["cpu", "cuda:1"]):
+            tensors = [mock.Mock(device=Device(name)) for name in names]
+            with mock.patch.dict(sys.modules, {"torch": mock.MagicMock()}), self.assertRaisesRegex(ValueError, f"CUDA device, not of {', '.join(names)}$"):
+                kept.tensors("a", tensors)
 
     def test_layout_aligns_tensors(self) -> None:
         self.assertEqual(kept.layout([4, 512, 513, 0]), ([0, 512, 1024, 2048], 2048))
