@@ -19,6 +19,7 @@ import ctypes
 import operator
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
@@ -42,6 +43,8 @@ _Reclaim = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctyp
 _reclaimers: list[Callable[[int, int], int]] = []
 _serving = 0
 """The process whose library calls them."""
+_locks: dict[int, Any] = {}
+"""Of a process, held while it registers: a forked child has one of its own."""
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
@@ -104,10 +107,11 @@ def on_reclaim(function: Callable[[int, int], int]) -> bool:
 def _serves() -> bool:
     """Whether the library calls `_reclaim`. One function does for all: it has places for 64."""
     global _serving
-    if _on_reclaim and _serving != os.getpid() and not _on_reclaim(ctypes.cast(_reclaim, ctypes.c_void_p), None):
-        _serving = os.getpid()
-        atexit.register(_serve_no_more)
-    return _serving == os.getpid()
+    with _locks.setdefault(os.getpid(), threading.RLock()):
+        if _on_reclaim and _serving != os.getpid() and not _on_reclaim(ctypes.cast(_reclaim, ctypes.c_void_p), None):
+            _serving = os.getpid()
+            atexit.register(_serve_no_more)
+        return _serving == os.getpid()
 
 
 def _serve_no_more() -> None:
@@ -195,7 +199,7 @@ class Tenant:
 
 def tenant() -> Tenant | None:
     """The tenant of this process; None where no daemon manages it: without `gpumux run`, before its first context, without a daemon, in
-    a container that has not the daemon's API. Raises `DaemonError` where the daemon does not answer within ten seconds.
+    a container that has not the daemon's API. Raises `DaemonError` where the daemon does not answer within ten seconds, or ends meanwhile.
     """
     found = _daemon.own()
     if found is None:

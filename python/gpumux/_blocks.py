@@ -326,7 +326,7 @@ class Blocks:
             own = [self._out.pop() for _ in range(count)]
             done = 0
             for first, run in kv._runs(own):
-                if self.memory.commit(first, run, max(0.001, deadline - self._clock())):
+                if self.memory.commit(first, run, deadline - self._clock()):
                     break
                 self._clear(first, run)
                 for granule in range(first, first + run):

@@ -37,8 +37,8 @@ def _socket() -> Path | None:
     return Path(session).with_name("api.sock") if session else None
 
 
-def ask(method: str, path: str, bounded: bool = True) -> Any:
-    """What the daemon answers; none where there is no daemon."""
+def ask(method: str, path: str, bounded: bool = True, first: bool = False) -> Any:
+    """What the daemon answers; none of the first request where there is no daemon."""
     where = _socket()
     if where is None:
         return None
@@ -47,9 +47,9 @@ def ask(method: str, path: str, bounded: bool = True) -> Any:
         connection.request(method, path, headers={"content-type": "application/json"})
         response = connection.getresponse()
         text = response.read()
-    except (ConnectionRefusedError, FileNotFoundError):
-        return None
     except (OSError, http.client.HTTPException) as error:
+        if first and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+            return None
         raise DaemonError(f"no answer to {method} {path}: {error}") from None
     finally:
         connection.close()
@@ -67,7 +67,7 @@ def ask(method: str, path: str, bounded: bool = True) -> Any:
 def own() -> tuple[str, dict[str, Any]] | None:
     """This process's tenant: what the API calls it, and what it is. The daemon finds it by the connection: in a container the process has
     another number."""
-    name: str = (ask("GET", "/v1/me") or {}).get("tenant") or ""
+    name: str = (ask("GET", "/v1/me", first=True) or {}).get("tenant") or ""
     tenant = name and ask("GET", f"/v1/tenants/{quote(name, safe='')}")
     return (name, tenant) if tenant else None
 

@@ -24,7 +24,7 @@ class Spread:
     def commit(self, first: int, count: int, wait_s: float) -> int:
         deadline = time.monotonic() + wait_s
         for buffer in self._buffers:
-            if answer := self.memory.commit(buffer + first, count, max(0.0, deadline - time.monotonic())):
+            if answer := self.memory.commit(buffer + first, count, deadline - time.monotonic()):
                 for done in range(0, buffer, self.each):
                     self.memory.mark(done + first, count, kv.FREE)
                 return int(answer)

@@ -118,8 +118,10 @@ class Buffer:
 
     def tensor(self, shape: Sequence[int] | None = None, dtype: str = "uint8", offset: int = 0) -> kv.Tensor:
         """A part of it, for `torch.from_dlpack` and others: all bytes, or as it is said."""
-        _kind, bits = kv._dtype(dtype)
+        _code, bits = kv._dtype(dtype)
         offset = gpumux._whole("offset", offset, 1 << 62, -(1 << 62))
+        if offset * 8 % bits:
+            raise ValueError(f"{dtype} begins at a multiple of its {bits // 8} bytes, not at {offset}")
         shape = tuple(kv._numbers("a length", shape)) if shape is not None else ((self.nbytes - offset) * 8 // bits,)
         size = math.prod(shape) * bits // 8
         if offset < 0 or any(it < 0 for it in shape) or offset + size > self.nbytes:
@@ -160,8 +162,9 @@ def tensors(name: str, originals: Iterable[Any], *, fallback: bool = True) -> Bu
 
     originals = list(originals)
     places = {it.device for it in originals}
-    if len(places) != 1 or (place := places.pop()).type != "cuda":
-        raise ValueError(f"kept tensors are of one CUDA device, not of {sorted(map(str, places))}")
+    if [it.type for it in places] != ["cuda"]:
+        raise ValueError(f"kept tensors are of one CUDA device, not of {', '.join(sorted(map(str, places))) or 'none'}")
+    (place,) = places
     if any(not it.is_contiguous() for it in originals):
         raise ValueError("kept tensors are contiguous")
     offsets, size = layout(it.numel() * it.element_size() for it in originals)

@@ -21,6 +21,7 @@ import collections
 import contextlib
 import ctypes
 import heapq
+import itertools
 import math
 import mmap
 import operator
@@ -31,7 +32,7 @@ import time
 import warnings
 import weakref
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence, Tuple
 
 import gpumux
 
@@ -40,8 +41,8 @@ OUT, FREE, CACHED, IN_USE = 0, 1, 2, 3
 
 _DONE, _NOT_YET, _FULL = 0, 1, 2
 _GRANULE = 16 << 20
-_LONGEST_S = 1e6
-"""The longest wait: the library takes milliseconds in 32 bits."""
+_LEAST_S, _LONGEST_S = 0.005, 1e6
+"""Without any wait the library does not ask the daemon, which answers sooner than this where there is room. It takes milliseconds in 32 bits."""
 _WHY = {
     _NOT_YET: "there is no room for one granule on the device now, or the process has 4096 ranges",
     _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
@@ -172,7 +173,7 @@ class _Elastic:
 
     def commit(self, first: int, count: int, wait_s: float, part: tuple[int, int] | None = None) -> int:
         """`part`: the name of a request that several ranks make, and their number. An older library has no such requests."""
-        wait_ms = int(min(max(0.0, wait_s), _LONGEST_S) * 1000)
+        wait_ms = int(min(max(_LEAST_S, wait_s), _LONGEST_S) * 1000)
         if part and _commit_part:
             return int(_commit_part(self.address, first, count, wait_ms, *part))
         return int(_commit(self.address, first, count, wait_ms))
@@ -255,7 +256,8 @@ class _Host(_Plain):
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
-        pass  # It goes with the last view of it.
+        if not self.gone():
+            self.memory.madvise(mmap.MADV_REMOVE)  # The addresses go with the last view of them.
 
 
 def _backing(device: int, size: int, granule: int, fallback: bool) -> Any:
@@ -307,13 +309,27 @@ def _numbers(what: str, given: Iterable[Any]) -> list[int]:
         return [gpumux._whole(what, it, sys.maxsize, -sys.maxsize) for it in given]  # It names the wrong one.
 
 
+_Entry = Tuple[int, Tuple[int, ...]]
+"""A cached page, and how often its granules had lost their memory."""
+
+
+class _Claim(NamedTuple):
+    """Pages that are to have memory."""
+
+    pages: list[int]
+    evicted: list[tuple[int, _Entry]]
+    """The last of them, which were cached, by their keys."""
+    lacking: list[int]
+    """Granules that must have memory first."""
+
+
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def _in_child() -> None:
     """Another thread of the parent may have held a lock."""
     for pool in list(_pools):
-        pool._lock = threading.RLock()
+        pool._lock, pool._asks = threading.RLock(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -325,8 +341,8 @@ class Pool:
     `bytes_max` are its addresses, `page_bytes` the size of a page, of any number of bytes. Memory comes in granules of `granule_bytes`
     (a multiple of 2 MiB, at most 64 MiB). With `fallback=False` it is an error where memory cannot be elastic.
 
-    Its methods may be called by any thread. Pages must not be freed, cached or left to others while a kernel that uses them is still
-    to run.
+    Its methods may be called by any thread, also while another one waits for memory. Pages must not be freed, cached or left to others
+    while a kernel that uses them is still to run.
     """
 
     def __init__(
@@ -353,13 +369,14 @@ class Pool:
         self.address: int = self._memory.address
         """Where page 0 is; page n is `n * page_bytes` behind it."""
         self.granule_bytes = granule_bytes
-        self._lock = threading.RLock()
+        # The second is held while memory is awaited, and never taken with the first.
+        self._lock, self._asks = threading.RLock(), threading.RLock()
         _pools.add(self)
         self._closed = False
         self._reclaimers: list[Callable[[int, int], int]] = []
-        # Of each page: free, cached or in use. Of each granule: how many such pages reach into it.
+        # Of each page: free, cached or in use. Of each granule: how many such pages reach into it, and how many requests await its memory.
         self._states = bytearray([FREE]) * self.pages
-        self._in_use, self._has_cached = [0] * granules, [0] * granules
+        self._in_use, self._has_cached, self._awaited = [0] * granules, [0] * granules, [0] * granules
         # Free pages by the granule in which they begin; granules that have some, the lowest first.
         self._free: list[list[int]] = [[] for _ in range(granules)]
         for page in reversed(range(self.pages)):
@@ -367,8 +384,8 @@ class Pool:
         self._open = [granule for granule in range(granules) if self._free[granule]]
         self._is_open = bytearray(bool(it) for it in self._free)
         self._unused = self.pages
-        # By key: the page, and how often its granules had lost their memory. The oldest first.
-        self._cache: collections.OrderedDict[int, tuple[int, tuple[int, ...]]] = collections.OrderedDict()
+        # By key, the oldest first.
+        self._cache: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
         self._keys = 0
 
     # ---- pages -------------------------------------------------------------------------------
@@ -376,28 +393,21 @@ class Pool:
     def alloc(self, count: int, wait_s: float = 1.0) -> list[int] | None:
         """So many pages, with undefined contents; None when there is no room for them within about `wait_s`.
 
-        Where room is short, the pool's own cached pages go first, the oldest before the others.
+        Where room is short, the pool's own cached pages go first, the oldest before the others; where these are too few, they stay. An
+        exception while memory is awaited, such as KeyboardInterrupt, leaves all as before.
         """
         count, wait_s = operator.index(count), min(max(0.0, float(wait_s)), _LONGEST_S)
         if count < 0:
             raise ValueError(f"a number of pages is 0 or more: {count}")
-        deadline = time.monotonic() + wait_s
-        with self._lock:
-            self._check_open()
-            if self._memory.gone() or count > self._unused + len(self._cache):
-                return None
-            self._evict(count - self._unused)
-            pages = self._pick(count)
-            if self._back(pages, deadline):
+        start = time.monotonic()
+        # Memory of others is awaited for long only where the pool's own does not do.
+        for until in sorted({start, start + wait_s}):
+            pages = self._back(count, until)
+            if pages is None:
+                pages = self._back_own(count)
+            if pages is not None:
                 return pages
-            # There is no more memory. The pool's own is used first: that of free pages, then that of cached ones.
-            while True:
-                pages = self._pick_backed(count)
-                if pages and self._back(pages, 0):
-                    return pages
-                if not self._cache:
-                    return None
-                self._evict(1)
+        return None
 
     def free(self, pages: Sequence[int]) -> None:
         """Their contents are not needed any more."""
@@ -416,12 +426,8 @@ class Pool:
             self._leave(pages)
             keys = []
             for page in pages:
-                self._states[page] = CACHED
-                granules = self._granules(page)
-                for granule in granules:
-                    self._has_cached[granule] += 1
                 self._keys += 1
-                self._cache[self._keys] = page, tuple(self._memory.generation(it) for it in granules)
+                self._keep(self._keys, (page, tuple(self._memory.generation(it) for it in self._granules(page))))
                 keys.append(self._keys)
             self._settle(pages)
             return keys
@@ -431,6 +437,7 @@ class Pool:
         keys = _numbers("a key", keys)
         with self._lock:
             self._check_open()
+            gone = self._memory.gone()
             found: list[int | None] = []
             for key in keys:
                 entry = self._cache.pop(key, None)
@@ -439,7 +446,7 @@ class Pool:
                     continue
                 page, generations = entry
                 granules = self._granules(page)
-                there = all(self._in_use[it] or not self._memory.mark(it, 1, IN_USE) for it in granules)
+                there = not gone and all(self._is_held(it) or not self._memory.mark(it, 1, IN_USE) for it in granules)
                 there = there and generations == tuple(self._memory.generation(it) for it in granules)
                 self._uncache(page)
                 if there:
@@ -458,7 +465,8 @@ class Pool:
             unused = (it for it, used in enumerate(self._in_use) if not used and not self._has_cached[it])
             for first, count in _runs(unused):
                 self._memory.decommit(first, count)
-            return int(before - self._memory.committed())
+            # Other threads may have got memory meanwhile.
+            return max(0, int(before - self._memory.committed()))
 
     def limits(self) -> Limits:
         """What it has now."""
@@ -497,13 +505,16 @@ class Pool:
     def close(self) -> None:
         """Frees all of it; tensors of it must not be used any more. Without this it ends with the process."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for it in self._reclaimers:
-                    with contextlib.suppress(ValueError):  # None is called any more when Python ends.
-                        gpumux._reclaimers.remove(it)
-                if not self._memory.gone():
-                    self._memory.close()
+            if self._closed:
+                return
+            self._closed = True
+            for it in self._reclaimers:
+                with contextlib.suppress(ValueError):  # None is called any more when Python ends.
+                    gpumux._reclaimers.remove(it)
+        # A request that is under way ends first.
+        with self._asks:
+            if not self._memory.gone():
+                self._memory.close()
 
     def __enter__(self) -> Pool:
         return self
@@ -514,9 +525,11 @@ class Pool:
     # ---- tensors -----------------------------------------------------------------------------
 
     def tensor(self, shape: Sequence[int] | None = None, dtype: str = "uint8") -> Tensor:
-        """All of the pages, for `torch.from_dlpack` and others: rows of bytes, or as it is said. Of pages that are not in use the contents
-        are undefined."""
-        kind, bits = _dtype(dtype)
+        """All of the pages, for `torch.from_dlpack` and others: a row for each, or as it is said. Of pages that are not in use the contents
+        are undefined. NumPy's arrays of it are for reading only."""
+        _code, bits = _dtype(dtype)
+        if shape is None and self.page_bytes * 8 % bits:
+            raise ValueError(f"a page of {self.page_bytes} bytes is no row of {dtype}")
         shape = tuple(_numbers("a length", shape)) if shape is not None else (self.pages, self.page_bytes * 8 // bits)
         if any(it < 0 for it in shape) or math.prod(shape) * bits // 8 > self.pages * self.page_bytes:
             raise ValueError(f"{shape} of {dtype} is more than {self.pages} pages of {self.page_bytes} bytes")
@@ -549,25 +562,6 @@ class Pool:
         self._unused -= count
         return pages
 
-    def _pick_backed(self, count: int) -> list[int]:
-        """Free pages whose granules have memory, all or none."""
-        backed = [granule for granule in sorted(self._open) if self._has_memory(granule)]
-        pages = [page for it in backed for page in reversed(self._free[it]) if all(map(self._has_memory, self._granules(page)))]
-        if len(pages) < count:
-            return []
-        pages = pages[:count]
-        for page in pages:
-            self._free[self._granules(page)[0]].remove(page)
-        self._open = [granule for granule in self._open if self._free[granule]]
-        heapq.heapify(self._open)
-        self._is_open = bytearray(bool(it) for it in self._free)
-        self._unused -= count
-        return pages
-
-    def _has_memory(self, granule: int) -> bool:
-        memory = self._memory
-        return bool(memory.kind != "elastic" or memory.there([granule]))
-
     def _unpick(self, pages: Iterable[int]) -> None:
         """These pages are free."""
         for page in pages:
@@ -579,22 +573,108 @@ class Pool:
                 self._is_open[granule] = True
                 heapq.heappush(self._open, granule)
 
-    def _back(self, pages: Sequence[int], deadline: float) -> bool:
-        """Has memory behind these pages, which were picked: they are in use then. Without it, and after an exception such as
-        KeyboardInterrupt, they are free."""
-        lacking = [granule for granule in self._granules_of(pages) if not self._in_use[granule]]
-        backed = False
+    def _can_have(self, count: int) -> bool:
+        self._check_open()
+        return not self._memory.gone() and count <= self._unused + len(self._cache)
+
+    def _is_held(self, granule: int) -> bool:
+        """Whether pages of it are in use, and have their memory."""
+        return bool(self._in_use[granule] and not self._awaited[granule])
+
+    def _is_backed(self, page: int) -> bool:
+        """Whether it has memory that no thread awaits."""
+        memory = self._memory
+        return all(not self._awaited[it] and (memory.kind != "elastic" or memory.there([it])) for it in self._granules(page))
+
+    def _back(self, count: int, until: float) -> list[int] | None:
+        """So many pages, once they have memory. Other threads use the pool meanwhile."""
+        claim, backed = None, False
         try:
-            backed = all(
-                self._memory.commit(first, count, deadline - time.monotonic()) == _DONE for first, count in _runs(lacking)
-            )
+            with self._lock:
+                claim = self._claim(count)
+            backed = claim is not None and self._commit(claim.lacking, until)
+            return claim.pages if claim and backed else None
         finally:
-            if not backed:
-                self._settle_granules(lacking)
-                self._unpick(pages)
-        if backed:
-            self._enter(pages)
-        return backed
+            if claim:
+                self._end(claim, backed)
+
+    def _claim(self, count: int) -> _Claim | None:
+        """Free pages at the lowest addresses, and the oldest cached ones where these are too few: they are in use."""
+        if not self._can_have(count):
+            return None
+        evicted = [self._cache.popitem(last=False) for _ in range(count - self._unused)]
+        for _key, (page, _generations) in evicted:
+            self._uncache(page)
+        pages = self._pick(count - len(evicted)) + [page for _key, (page, _generations) in evicted]
+        lacking = [granule for granule in self._granules_of(pages) if not self._is_held(granule)]
+        self._enter(pages)
+        for granule in lacking:
+            self._awaited[granule] += 1
+        return _Claim(pages, evicted, lacking)
+
+    def _end(self, claim: _Claim, backed: bool) -> None:
+        """These pages have memory now, or they are what they were."""
+        pages, evicted, lacking = claim
+        with self._lock:
+            for granule in lacking:
+                self._awaited[granule] -= 1
+            if backed or self._closed:
+                return
+            self._leave(pages)
+            self._unpick(reversed(pages[: len(pages) - len(evicted)]))
+            for key, entry in reversed(evicted):
+                self._keep(key, entry)
+                self._cache.move_to_end(key, last=False)
+            self._settle(pages)
+
+    def _commit(self, granules: Sequence[int], until: float) -> bool:
+        """Has memory behind granules. One thread asks at a time: others may want the same ones, and what a refused request got is taken back."""
+        if not granules:
+            return True
+        if not self._asks.acquire(timeout=max(_LEAST_S, until - time.monotonic())):
+            return False
+        try:
+            return not self._closed and self._have(granules, until)
+        finally:
+            self._asks.release()
+
+    def _have(self, granules: Sequence[int], until: float) -> bool:
+        return all(self._memory.commit(first, count, until - time.monotonic()) == _DONE for first, count in _runs(granules))
+
+    def _back_own(self, count: int) -> list[int] | None:
+        """Pages that have memory already: free ones at the lowest addresses, then the oldest cached ones."""
+        with self._lock:
+            before = None
+            while self._can_have(count):
+                free = (page for granule in sorted(self._open) for page in reversed(self._free[granule]) if self._is_backed(page))
+                unused = list(itertools.islice(free, count))
+                cached = ((key, page) for key, (page, _generations) in self._cache.items() if self._is_backed(page))
+                evicted = dict(itertools.islice(cached, count - len(unused)))
+                pages = [*unused, *evicted.values()]
+                # Others may take some until they are in use. What they took is left out then.
+                if len(pages) < count or pages == before:
+                    break
+                before, lacking = pages, [granule for granule in self._granules_of(pages) if not self._in_use[granule]]
+                try:
+                    if self._have(lacking, 0):
+                        self._take(unused)
+                        for key, page in evicted.items():
+                            del self._cache[key]
+                            self._uncache(page)
+                        self._enter(pages)
+                        return pages
+                finally:
+                    self._settle_granules(lacking)
+            return None
+
+    def _take(self, pages: Iterable[int]) -> None:
+        """These pages are not free any more."""
+        for page in pages:
+            self._free[self._granules(page)[0]].remove(page)
+            self._unused -= 1
+        self._open = [granule for granule in self._open if self._free[granule]]
+        heapq.heapify(self._open)
+        self._is_open = bytearray(bool(it) for it in self._free)
 
     def _enter(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -611,17 +691,16 @@ class Pool:
             for granule in self._granules(page):
                 self._in_use[granule] -= 1
 
+    def _keep(self, key: int, entry: _Entry) -> None:
+        """A page is cached."""
+        self._cache[key] = entry
+        self._states[entry[0]] = CACHED
+        for granule in self._granules(entry[0]):
+            self._has_cached[granule] += 1
+
     def _uncache(self, page: int) -> None:
         for granule in self._granules(page):
             self._has_cached[granule] -= 1
-
-    def _evict(self, count: int) -> None:
-        """The oldest cached pages are free."""
-        for _ in range(count):
-            _key, (page, _generations) = self._cache.popitem(last=False)
-            self._uncache(page)
-            self._unpick([page])
-            self._settle([page])
 
     def _settle(self, pages: Iterable[int]) -> None:
         """Others may have what is not in use."""
@@ -659,21 +738,23 @@ class _DLManagedTensor(ctypes.Structure):
     _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4}
+_TYPES = {
+    f"{kind}{bits}": (code, bits)
+    for code, kind, sizes in ((0, "int", (8, 16, 32, 64)), (1, "uint", (8, 16, 32, 64)), (2, "float", (16, 32, 64)), (4, "bfloat", (16,)))
+    for bits in sizes
+}
+"""DLPack's code of a type, and its bits. A reader that does not know a type leaves the capsule, which keeps the pool."""
 _CPU, _CUDA = 1, 2
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def _dtype(name: str) -> tuple[int, int]:
-    """DLPack's code of a type such as `float16`, and its bits."""
     if not isinstance(name, str):
         raise TypeError(f"a type is named as 'float16' is, not {name!r}")
-    kind = name.rstrip("0123456789")
-    bits = int(name[len(kind) :] or 0)
-    if kind not in _CODES or bits not in (8, 16, 32, 64):
+    if name not in _TYPES:
         raise ValueError(f"no type of DLPack's: {name}")
-    return _CODES[kind], bits
+    return _TYPES[name]
 
 
 def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> list[list[int]] | None:
@@ -683,7 +764,7 @@ def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> li
     found: list[list[int]] = []
     try:
         for pool in pools:
-            pages = pool.alloc(count, max(0.0, deadline - time.monotonic()))
+            pages = pool.alloc(count, deadline - time.monotonic())
             if pages is None:
                 return None
             found.append(pages)
@@ -695,7 +776,10 @@ def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> li
 
 
 class Tensor:
-    """A pool's pages, or a part of a kept buffer, as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`)."""
+    """A pool's pages, or a part of a kept buffer, as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`).
+
+    Arrays of it keep the pool. So does what `__dlpack__` returns, if no reader takes it.
+    """
 
     def __init__(
         self, pool: Any, shape: tuple[int, ...], dtype: str, offset: int = 0, released: Callable[[], object] | None = None

@@ -2,8 +2,8 @@
 
     GPUMUX_KV=elastic gpumux run -- sglang serve --model-path MODEL
 
-SGLang finds `plugin` by the entry point of the installed package (`pip install gpumux`) and calls it in every process it starts. Without `GPUMUX_KV`
-it only counts tokens; without `gpumux run` it registers nothing.
+SGLang finds `plugin` by the entry point of the installed package (`pip install` of the wheel that you built) and calls it in every process it starts.
+Without `GPUMUX_KV` it only counts tokens; without `gpumux run` it registers nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def plugin() -> None:
     except ImportError as error:
         raise ImportError(f"gpumux.sglang is for SGLang {VERSIONS}, which have a registry of hooks: {error}") from error
     HookRegistry.register(TARGET, count, HookType.AFTER)
-    wish = os.environ.get("GPUMUX_KV", "fixed")
+    wish = os.environ.get("GPUMUX_KV") or "fixed"
     if wish not in ("fixed", "elastic"):
-        raise ValueError(f"GPUMUX_KV is fixed or elastic, not {wish}")
+        warnings.warn(f"gpumux.sglang: the KV cache has a fixed size: GPUMUX_KV is 'elastic' or 'fixed', not {wish!r}", stacklevel=2)
     if wish == "elastic":
         from gpumux import _sglang
 

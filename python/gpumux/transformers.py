@@ -290,12 +290,25 @@ class ElasticLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
         return True
 
 
+def _before(layer: Any) -> Any:
+    """What a layer has before a step: so many tokens, or, of a sliding window, its tensors, which a step replaces."""
+    return layer.get_seq_length() if isinstance(layer, ElasticLayer) else vars(layer).copy()
+
+
+def _set_back(layer: Any, before: Any) -> None:
+    if not isinstance(layer, ElasticLayer):
+        vars(layer).clear()
+        vars(layer).update(before)
+    elif layer.get_seq_length() > before:
+        layer.keys, layer.values = layer.keys[..., :before, :], layer.values[..., :before, :]
+
+
 class ElasticCache(DynamicCache):  # type: ignore[misc,unused-ignore]
     """A cache for one model, or its configuration.
 
     Layers with full attention have elastic memory; others, such as those with a sliding window, have transformers' own. `max_length` tokens are
     addresses only, by default as many as the model has positions for; a longer cache goes on in transformers' own memory. Memory that others have is
-    awaited for `wait_s`; then torch.cuda.OutOfMemoryError is raised, and the cache is as before.
+    awaited for `wait_s`; then torch.cuda.OutOfMemoryError is raised, and layers with full attention and sliding windows are as before.
     """
 
     def __init__(self, model: Any, max_length: int | None = None, *, wait_s: float = 30.0) -> None:
@@ -303,6 +316,8 @@ class ElasticCache(DynamicCache):  # type: ignore[misc,unused-ignore]
             max_length = gpumux._whole("max_length", max_length, 1 << 40, 1)
         wait_s = float(wait_s)
         config = getattr(model, "config", model)
+        # Of the layers that have a step's tokens already: what they had before.
+        self._step: dict[int, Any] = {}
         super().__init__(config=config)
         if not transformers.__version__.startswith(VERSIONS):
             _warn(f"transformers {transformers.__version__} is not one of {VERSIONS[0]}x to {VERSIONS[-1]}x")
@@ -312,6 +327,23 @@ class ElasticCache(DynamicCache):  # type: ignore[misc,unused-ignore]
         memory = _Memory(len(own), max_length or getattr(text, "max_position_embeddings", None) or 32768, wait_s)
         for number in own:
             self.layers[number] = ElasticLayer(memory)
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().update(key_states, value_states, layer_idx, *arguments, **options)
+        if layer_idx in self._step:  # Another step begins.
+            self._step = {}
+        self._step[layer_idx] = _before(self.layers[layer_idx])
+        try:
+            found = super().update(key_states, value_states, layer_idx, *arguments, **options)
+        except BaseException:  # Memory was refused, or the wait for it was interrupted.
+            for number, before in self._step.items():
+                _set_back(self.layers[number], before)
+            self._step = {}
+            raise
+        if layer_idx == len(self.layers) - 1:
+            self._step = {}
+        return found
 
     @property
     def elastic(self) -> bool:
@@ -326,11 +358,21 @@ class ElasticCache(DynamicCache):  # type: ignore[misc,unused-ignore]
 
 
 class Tokens(StoppingCriteria):  # type: ignore[misc,unused-ignore]
-    """Reports each new token as progress, for scaling profiles: `model.generate(…, stopping_criteria=[gpumux.transformers.Tokens()])`. It stops nothing."""
+    """Reports new tokens as progress, for scaling profiles: `model.generate(…, stopping_criteria=[gpumux.transformers.Tokens()])`. It stops nothing.
+
+    Each call of `generate` has one of its own. The first step counts as one token, also where an assistant guessed more. With beams, each candidate of a
+    step counts, of which there are two or more for a beam.
+    """
+
+    _length = 0
 
     def __call__(self, input_ids: Any, scores: Any, **options: Any) -> Any:
-        gpumux.progress(input_ids.shape[0])
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        sequences, length = input_ids.shape
+        # How long the prompt is, is not known.
+        new = length - self._length if 0 < self._length < length else 1
+        self._length = length
+        gpumux.progress(sequences * new)
+        return torch.zeros(sequences, dtype=torch.bool, device=input_ids.device)
 
 
 def _warn(why: str) -> None:

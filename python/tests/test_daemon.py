@@ -117,6 +117,20 @@ class WithDaemon(unittest.TestCase):
         with self.assertRaisesRegex(gpumux.DaemonError, "no answer to POST .*/sleep: "):
             gpumux.sleep()
 
+    def test_daemon_that_ends_between_two_requests_is_an_error_of_its_own(self) -> None:
+        get = Answers.do_GET
+        for path, lost in (("/v1/me", "GET /v1/tenants/alice%2Fa%20b"), ("/v1/tenants/alice%2Fa%20b", "POST /v1/tenants/alice%2Fa%20b/wake")):
+
+            def last(handler: Answers, path: str = path) -> None:
+                if handler.path == path:
+                    os.rename(self.daemon.server_address, f"{self.daemon.server_address}.gone")
+                get(handler)
+
+            with mock.patch.object(Answers, "do_GET", last), self.assertRaisesRegex(gpumux.DaemonError, f"no answer to {lost}: "):
+                gpumux.wake()
+            os.rename(f"{self.daemon.server_address}.gone", self.daemon.server_address)
+        self.assertEqual(self.daemon.asked, [])
+
     def test_daemon_that_does_not_answer_is_an_error_of_its_own(self) -> None:
         stands = threading.Event()
         with mock.patch.object(_daemon, "TIMEOUT_S", 0.05), mock.patch.object(Answers, "do_GET", lambda _: stands.wait(20)):

@@ -150,7 +150,7 @@ class Buffers(unittest.TestCase):
         tensor = buffer.tensor((2, 4), "float32", 512)
         self.assertEqual((tensor.__dlpack_device__(), tensor.offset), ((2, 0), 512))
         self.assertEqual(buffer.tensor(dtype="int32").shape, (256,))
-        for shape, offset in (((257,), 0), ((1,), 1021), ((-1,), 0), ((1,), -4)):
+        for shape, offset in (((257,), 0), ((1,), 1024), ((-1,), 0), ((1,), -4), ((1,), 2), (None, 1022)):
             with self.assertRaises(ValueError):
                 buffer.tensor(shape, "float32", offset)
         for shape, offset, why in (((1.0,), 0, "length"), ((1,), 0.0, "offset"), ((1,), None, "offset")):
@@ -171,8 +171,17 @@ class Buffers(unittest.TestCase):
         self.assertIn("cuda.current_stream().synchronize", calls[copy:])
 
     def test_no_tensors_are_an_error(self) -> None:
-        with mock.patch.dict(sys.modules, {"torch": mock.MagicMock()}), self.assertRaisesRegex(ValueError, "not of .*"):
+        with mock.patch.dict(sys.modules, {"torch": mock.MagicMock()}), self.assertRaisesRegex(ValueError, "not of none$"):
             kept.tensors("a", iter([]))
+
+    def test_error_names_the_devices_of_tensors_elsewhere(self) -> None:
+        class Device(str):
+            type, index = "cpu", None
+
+        for names in (["cpu"], ["cpu", "cuda:1"]):
+            tensors = [mock.Mock(device=Device(name)) for name in names]
+            with mock.patch.dict(sys.modules, {"torch": mock.MagicMock()}), self.assertRaisesRegex(ValueError, f"CUDA device, not of {', '.join(names)}$"):
+                kept.tensors("a", tensors)
 
     def test_layout_aligns_tensors(self) -> None:
         self.assertEqual(kept.layout([4, 512, 513, 0]), ([0, 512, 1024, 2048], 2048))

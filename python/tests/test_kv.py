@@ -4,14 +4,17 @@ import ctypes
 import random
 import subprocess
 import sys
+import threading
+import time
 import unittest
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gpumux  # noqa: E402
 from gpumux import kv  # noqa: E402
 
 MIB = 1 << 20
@@ -83,6 +86,13 @@ def read(capsule: object) -> kv._DLManagedTensor:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     return kv._DLManagedTensor.from_address(pointer(capsule, b"dltensor"))
+
+
+def reached(there: "Callable[[], bool]") -> None:
+    """Waits until another thread has come so far."""
+    deadline = time.monotonic() + 20
+    while not there() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 class Short:
@@ -170,6 +180,34 @@ class Pages(unittest.TestCase):
         self.assertEqual(sorted(pool.alloc(8, 0)), upper)
         self.assertIsNone(pool.alloc(1, 0))
 
+    def test_own_cache_that_is_too_small_stays(self) -> None:
+        for room, count in ((4, 20), (4, 30), (16, 33)):
+            pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
+            pages = pool.alloc(8)
+            keys = pool.cached(pages)
+            pool._memory.room = room
+            self.assertIsNone(pool.alloc(count, 0))
+            self.assertEqual(([it & 7 for it in pool._memory.words[:4]], list(pool._cache)), ([kv.CACHED] * 4, keys))
+            self.assertEqual((pool.touch(keys), pool.alloc(count, 0)), (pages, None))
+
+    def test_wait_is_long_only_for_what_the_pool_has_not(self) -> None:
+        waits, now = list[float](), mock.patch("time.monotonic", lambda: 9.0)
+        pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.room = 4
+        pages, commit = pool.alloc(8), pool._memory.commit
+        pool._memory.commit = lambda first, count, wait_s: waits.append(wait_s) or commit(first, count, wait_s)
+        with now:
+            self.assertIsNone(pool.alloc(2, 5.0))
+            self.assertEqual(waits, [0.0, 5.0])
+            waits.clear()
+            self.assertIsNone(pool.alloc(2, 0.0))
+            self.assertEqual(waits, [0.0])
+            waits.clear()
+            for leave in (pool.cached, pool.free):
+                leave(pages[:2])
+                self.assertEqual(sorted(pool.alloc(2, 5.0)), pages[:2])
+            self.assertEqual(max(waits), 0.0)
+
     def test_memory_lost_before_its_use_is_replaced_by_the_cache(self) -> None:
         pool = made(8 * MIB, 2 * MIB, granule_bytes=2 * MIB)
         lowest, free, cached = pool.alloc(3)
@@ -208,7 +246,17 @@ class Pages(unittest.TestCase):
         with mock.patch.object(pool._memory, "commit", interrupted), self.assertRaises(KeyboardInterrupt):
             pool.alloc(3)
         self.assertEqual((pool.limits().in_use, pool._memory.words[0] & 7), (0, kv.FREE))
-        self.assertEqual(sorted(pool.alloc(16)), list(range(16)))
+        self.assertEqual(pool.alloc(16), list(range(16)))
+        keys = pool.cached(range(4))
+        with mock.patch.object(pool._memory, "commit", interrupted), self.assertRaises(KeyboardInterrupt):
+            pool.alloc(2)
+        self.assertEqual(pool.touch(keys), [0, 1, 2, 3])
+        # Own memory, of which a part is in use already.
+        pool.free(range(3, 16))
+        pool._memory.decommit(2, 1)
+        with mock.patch.object(pool._memory, "commit", interrupted), self.assertRaises(KeyboardInterrupt):
+            pool._back_own(4)
+        self.assertEqual([it & 7 for it in pool._memory.words[:4]], [kv.IN_USE, kv.IN_USE, kv.OUT, kv.FREE])
 
     def test_warning_names_the_line_that_makes_the_pool(self) -> None:
         with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(
@@ -218,6 +266,143 @@ class Pages(unittest.TestCase):
             kv.Pool(4 * MIB, MIB)
         self.assertEqual([it.filename for it in said], [__file__])
         self.assertEqual(said[0].lineno, sys._getframe().f_lineno - 2)
+
+    def test_others_use_the_pool_while_memory_is_awaited(self) -> None:
+        pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
+        one, two, three, _four, _five = pool.alloc(5)
+        pool.free([two])
+        keys, seen = pool.cached([three]), []
+        commit = pool._memory.commit
+
+        def slow(first: int, count: int, wait_s: float) -> int:
+            def use() -> None:
+                pool.free([one])
+                # There is memory behind that one: nothing is awaited.
+                with mock.patch.object(pool, "_asks", None):
+                    again = pool.alloc(1)
+                seen.append((pool.touch(keys), again, pool.limits().in_use // MIB, pool.trim(), pool.on_reclaim(print)))
+
+            if first == 3:
+                with_pool = threading.Thread(target=use, daemon=True)
+                with_pool.start()
+                with_pool.join(20)
+            return commit(first, count, wait_s)
+
+        with mock.patch.object(gpumux, "_serves", lambda: False), mock.patch.object(pool._memory, "commit", slow):
+            self.assertEqual(pool.alloc(5), [1, 5, 6, 7, 8])
+        self.assertEqual(seen, [([three], [one], 9, 0, False)])
+
+    def test_threads_rely_on_no_memory_that_another_is_refused(self) -> None:
+        pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
+        found, order, commit = [], [], pool._memory.commit
+
+        def late(first: int, count: int, wait_s: float) -> int:
+            order.append((first, count))
+            if len(order) > 1:
+                return commit(first, count, wait_s)
+            # The second wants the other half of a granule, which comes for a moment.
+            commit(0, 2, wait_s)
+            second.start()
+            reached(lambda: pool._awaited[1] == 2)
+            pool._memory.decommit(0, 2)
+            pool._memory.room = 1
+            return 1
+
+        second = threading.Thread(target=lambda: found.append(pool.alloc(1, 5)), daemon=True)
+        with mock.patch.object(pool._memory, "commit", late):
+            self.assertIsNone(pool.alloc(3, 0))
+            second.join(20)
+        self.assertEqual((found, order, pool._memory.words[1] & 7), ([[3]], [(0, 2), (1, 1)], kv.IN_USE))
+        self.assertEqual((pool.limits().in_use, set(pool._awaited)), (MIB, {0}))
+
+    def test_cached_page_is_not_found_in_memory_that_is_awaited(self) -> None:
+        pool = made(8 * MIB, MIB, granule_bytes=2 * MIB)
+        keys, commit = pool.cached(pool.alloc(1)), pool._memory.commit
+
+        def late(first: int, count: int, wait_s: float) -> int:
+            found.append(pool.touch(keys))
+            self.assertFalse(pool._memory.take(0))
+            return commit(first, count, wait_s)
+
+        found: "list[Any]" = []
+        with mock.patch.object(pool._memory, "commit", late):
+            self.assertEqual(pool.alloc(1), [1])
+        self.assertEqual(found, [[0]])
+
+    def test_pool_that_is_closed_meanwhile_keeps_its_memory_until_then(self) -> None:
+        for answer in (0, 1):
+            pool, order = made(8 * MIB, MIB, granule_bytes=2 * MIB), []
+            memory = pool._memory
+
+            def late(_first: int, _count: int, _wait_s: float, pool: kv.Pool = pool, order: list = order, answer: int = answer) -> int:
+                order.append("asked")
+                another.start()
+                reached(lambda: pool._awaited[0] == 2)
+                closing.start()
+                reached(lambda: pool._closed)
+                order.append("granted")
+                return answer
+
+            another = threading.Thread(target=lambda pool=pool: self.assertRaises(ValueError, pool.alloc, 1, 20), daemon=True)
+            closing = threading.Thread(target=pool.close, daemon=True)
+            memory.commit, memory.close, memory.mark = late, lambda order=order: order.append("closed"), lambda *_: self.fail("no pool is there")
+            if answer:
+                with self.assertRaisesRegex(ValueError, "the pool is closed"):
+                    pool.alloc(1)
+            else:
+                self.assertEqual(pool.alloc(1), [0])
+            for it in (closing, another):
+                it.join(20)
+            self.assertEqual(order, ["asked", "granted", "closed"])
+
+    def test_pages_of_many_threads_have_memory(self) -> None:
+        pool, guard = made(48 * MIB, 3 * MIB // 2, granule_bytes=2 * MIB), threading.Lock()
+        memory, wrong, pages = pool._memory, [], set()
+        memory.room = 16
+        for name in ("commit", "mark", "take"):
+
+            def one_at_a_time(*arguments: Any, call: Any = getattr(memory, name)) -> Any:
+                with guard:
+                    return call(*arguments)
+
+            setattr(memory, name, one_at_a_time)
+
+        def use(seed: int) -> None:
+            rng, have, keys = random.Random(seed), [], []
+            for _ in range(300):
+                way = rng.random()
+                if way < 0.5:
+                    new = pool.alloc(rng.randint(1, 6), 0) or []
+                elif way < 0.7:
+                    new = [it for it in pool.touch([keys.pop()]) if it is not None] if keys else []
+                else:
+                    new = []
+                    memory.take(rng.randrange(len(memory.words)))
+                with guard:
+                    wrong.extend(pages & set(new))
+                    pages.update(new)
+                have += new
+                wrong.extend(it for page in have for it in pool._granules(page) if memory.words[it] & 7 != kv.IN_USE)
+                rng.shuffle(have)
+                gone, have = have[:3], have[3:]
+                with guard:
+                    pages.difference_update(gone)
+                pool.free(gone[:1])
+                keys += pool.cached(gone[1:])
+            with guard:
+                pages.difference_update(have)
+            pool.free(have)
+
+        interval = sys.getswitchinterval()
+        self.addCleanup(sys.setswitchinterval, interval)
+        sys.setswitchinterval(1e-5)
+        threads = [threading.Thread(target=use, args=(seed,), daemon=True) for seed in range(4)]
+        for it in threads:
+            it.start()
+        for it in threads:
+            it.join(60)
+        self.assertEqual((wrong, pool.limits().in_use, sum(pool._in_use), sum(pool._awaited)), ([], 0, 0, 0))
+        self.assertEqual(sum(pool._has_cached), sum(len(pool._granules(page)) for page, _ in pool._cache.values()))
 
     def test_random_use_never_gives_a_page_twice(self) -> None:
         for page in (MIB, 3 * MIB // 2, 5 * MIB, 700_000):
@@ -266,6 +451,22 @@ class Pages(unittest.TestCase):
             with self.assertRaises(ValueError):
                 pool.tensor(shape, dtype)
 
+    def test_rows_of_a_tensor_are_pages(self) -> None:
+        pool = made(4 * MIB, 10, granule_bytes=2 * MIB)
+        self.assertEqual((pool.tensor(dtype="int16").shape, pool.tensor((4, 3), "float32").shape), ((pool.pages, 5), (4, 3)))
+        for dtype in ("float32", "int64"):
+            with self.assertRaisesRegex(ValueError, f"a page of 10 bytes is no row of {dtype}"):
+                pool.tensor(dtype=dtype)
+
+    def test_types_are_those_that_readers_know(self) -> None:
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        for dtype, (code, bits) in {"int8": (0, 8), "uint64": (1, 64), "float16": (2, 16), "float64": (2, 64), "bfloat16": (4, 16)}.items():
+            tensor = read(pool.tensor(dtype=dtype).__dlpack__()).tensor
+            self.assertEqual((tensor.code, tensor.bits), (code, bits))
+        for dtype in ("float8", "bfloat8", "bfloat32", "bfloat64", "int4", "uint128", "float", "16", "int016", "int٨"):
+            with self.assertRaisesRegex(ValueError, f"no type of DLPack's: {dtype}"):
+                pool.tensor(dtype=dtype)
+
     def test_reader_that_lets_a_tensor_go_releases_it(self) -> None:
         released = []
         pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
@@ -309,9 +510,10 @@ from gpumux import kv
 warnings.simplefilter("ignore")
 with unittest.mock.patch.object(kv, "_Device", side_effect=kv.PoolError("none")):
     pool = kv.Pool(4 << 20, 1 << 20)
+keys = pool.cached(pool.alloc(1))
 held, ends = threading.Event(), threading.Event()
 def hold():
-    with pool._lock:
+    with pool._lock, pool._asks:
         held.set()
         ends.wait()
 threading.Thread(target=hold).start()
@@ -319,14 +521,14 @@ held.wait()
 child = os.fork()
 if not child:
     signal.alarm(20)
-    print(pool.alloc(1), pool.limits().in_use, pool.close(), flush=True)
+    print(pool.alloc(1), pool.touch(keys), pool.limits().in_use, pool.close(), flush=True)
     os._exit(0)
 os.waitpid(child, 0)
 ends.set()
-print(pool.alloc(1))
+print(pool.alloc(1), pool.touch(keys))
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        self.assertEqual(done.stdout, "None 0 None\n[0]\n", done.stderr)
+        self.assertEqual(done.stdout, "None [None] 0 None\n[1] [0]\n", done.stderr)
 
     def test_wait_of_any_length_reaches_the_library_in_bounds(self) -> None:
         waits: "list[int]" = []
@@ -339,9 +541,10 @@ print(pool.alloc(1))
         memory = object.__new__(kv._Elastic)
         memory.address = 1 << 30
         with mock.patch.object(kv, "_commit", commit):
-            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0.5):
+            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0, 0.0009, 0.5):
                 memory.commit(0, 1, wait_s)
-        self.assertEqual(waits, [1_000_000_000, 0, 1_000_000_000, 0, 500])
+        # Without any wait the library would not ask the daemon.
+        self.assertEqual(waits, [1_000_000_000, 5, 1_000_000_000, 5, 5, 5, 500])
 
     def test_wrong_sizes_are_refused(self) -> None:
         for arguments, options in (((0, 1), {}), ((MIB, 0), {}), ((MIB, MIB), {"granule_bytes": 3 * MIB})):
@@ -358,6 +561,16 @@ print(pool.alloc(1))
             with self.assertRaisesRegex(ValueError, "bytes_max is a whole number"):
                 kv.Pool((1 << 64) + MIB, MIB)
         backing.assert_not_called()
+
+    def test_closed_pool_of_the_host_keeps_no_memory(self) -> None:
+        memory = kv._Host(4 * MIB, 2 * MIB)
+        ctypes.memset(memory.address, 7, memory.size)
+        with mock.patch("os.getpid", return_value=0):  # A forked child, which has the same memory.
+            memory.close()
+        self.assertTrue(all(ctypes.string_at(memory.address, memory.size)))
+        memory.close()
+        # Its addresses stay, for tensors that are still there.
+        self.assertFalse(any(ctypes.string_at(memory.address, memory.size)))
 
     def test_host_without_room_is_a_pool_s_error(self) -> None:
         with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(

@@ -2,8 +2,10 @@
 
 import ctypes
 import io
+import os
 import subprocess
 import sys
+import threading
 import unittest
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,19 @@ class Said(unittest.TestCase):
         )
 
 
+class Lock:
+    """Counts the threads that want it."""
+
+    def __init__(self) -> None:
+        self.lock, self.tries = threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        self.tries += 1
+        self.lock.acquire()
+
+    def __exit__(self, *_error: object) -> None:
+        self.lock.release()
+
 
 class Reclaimers(unittest.TestCase):
     def setUp(self) -> None:
@@ -112,6 +127,53 @@ class Reclaimers(unittest.TestCase):
         self.assertIn("giving memory back failed: SystemExit(3)", self.error.getvalue())
         self.assertTrue(gpumux.on_reclaim(lambda *_: 1 << 70))
         self.assertEqual(self.missing(8), (1 << 64) - 1)
+
+    def test_threads_register_one_function_with_the_library(self) -> None:
+        from test_kv import reached
+
+        lock, register, answers = Lock(), gpumux._on_reclaim, list[bool]()
+        second = threading.Thread(target=lambda: answers.append(gpumux.on_reclaim(print)), daemon=True)
+
+        def late(function: Any, user: Any) -> int:
+            if not second.ident:
+                second.start()
+                reached(lambda: lock.tries == 2 or bool(self.registered))
+            return register(function, user)
+
+        with mock.patch.object(gpumux, "_on_reclaim", late), mock.patch.object(gpumux, "_locks", {os.getpid(): lock}, create=True):
+            answers.append(gpumux.on_reclaim(print))
+            second.join(20)
+        self.assertEqual((len(self.registered), answers, len(gpumux._reclaimers)), (1, [True, True], 2))
+
+    def test_forked_child_waits_for_no_thread_of_the_parent(self) -> None:
+        program = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(Path(gpumux.__file__).parents[1])!r})
+import gpumux
+within, ends = threading.Event(), threading.Event()
+own = os.getpid()
+def register(_function, _user):
+    if os.getpid() != own:
+        return -1
+    within.set()
+    ends.wait(20)
+    return 0
+gpumux._on_reclaim = register
+thread = threading.Thread(target=gpumux.on_reclaim, args=(print,))
+thread.start()
+within.wait(20)
+child = os.fork()
+if not child:
+    signal.alarm(10)
+    print(gpumux.on_reclaim(print), flush=True)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+ends.set()
+thread.join()
+print(status, gpumux.on_reclaim(print))
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        self.assertEqual(done.stdout, "False\n0 True\n", done.stderr)
 
     def test_functions_are_called_until_enough_is_free(self) -> None:
         calls: "list[tuple[int, int]]" = []

@@ -1,5 +1,7 @@
 """Tests of `gpumux.sglang`: with SGLang's own registry of hooks where SGLang is installed, else with a stand-in for it."""
 
+from __future__ import annotations
+
 import enum
 import importlib.util
 import os
@@ -145,9 +147,14 @@ class Hooks(unittest.TestCase):
                 registered.side_effect = ValueError("SGLang has no Scheduler.on_idle")
                 with self.assertWarnsRegex(UserWarning, "fixed size: SGLang has no Scheduler.on_idle"):
                     self.hooked(Some(HookRegistry=HookRegistry, HookType=HookType))
-            with mock.patch.dict(os.environ, GPUMUX_KV="yes"), self.assertRaisesRegex(ValueError, "fixed or elastic, not yes"):
-                self.hooked(Some(HookRegistry=HookRegistry, HookType=HookType))
-        self.assertEqual(len(HookRegistry.registered), 4)
+            registered.reset_mock()
+            for wish, said in (("yes", ["gpumux.sglang: the KV cache has a fixed size: GPUMUX_KV is 'elastic' or 'fixed', not 'yes'"]), ("", [])):
+                with mock.patch.dict(os.environ, GPUMUX_KV=wish), warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    self.hooked(Some(HookRegistry=HookRegistry, HookType=HookType))
+                self.assertEqual([str(it.message) for it in told], said)
+            registered.assert_not_called()
+        self.assertEqual(len(HookRegistry.registered), 5)
 
     def test_without_the_library_nothing_is_registered(self) -> None:
         HookRegistry.registered.clear()

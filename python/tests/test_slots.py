@@ -1,9 +1,13 @@
 """Tests of the free pages of an engine with a buffer for each layer, with a range that loses granules."""
 
+from __future__ import annotations
+
+import ctypes
 import random
 import sys
 import unittest
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -48,6 +52,19 @@ class Slot(unittest.TestCase):
         self.assertIsNone(made.step(20))
         self.assertEqual(sum(made.range.state(it) == kv.FREE for it in range(BUFFERS * GRANULES)), 2)
         self.assertEqual(len(made.step(15)), 15)
+
+    def test_each_of_many_buffers_is_awaited(self) -> None:
+        memory, now, waits = object.__new__(kv._Elastic), [0.0], []
+        memory.address, memory.granule, memory.words = 1 << 30, 2 * MIB, (ctypes.c_uint32 * (64 * GRANULES))()
+
+        def commit(_address: int, _first: int, _count: int, wait_ms: int) -> int:
+            waits.append(wait_ms)
+            now[0] += 0.001
+            return 0
+
+        with mock.patch.object(kv, "_commit", commit), mock.patch("time.monotonic", lambda: now[0]):
+            self.assertEqual(Spread(memory, 64).commit(0, 1, 0.02), 0)
+        self.assertEqual((waits[0], len(waits), min(waits)), (20, 64, 5))
 
     def test_free_granules_are_left_to_others(self) -> None:
         made = Made()

@@ -234,6 +234,42 @@ class Memory(Elastic):
             torch.testing.assert_close(again, it(prompt(1, 1)["input_ids"], past_key_values=plain).logits)
         self.assertEqual(Range.made[0].waits[-1], 0.5)
 
+    def test_step_that_ends_in_the_middle_leaves_all_layers(self) -> None:
+        """A later layer has no memory, or the wait is interrupted: the same step may be made again."""
+        shared = dict(hidden_size=128, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, vocab_size=97)
+        torch.manual_seed(1)
+        gemma = transformers.Gemma3TextConfig(**shared, head_dim=512, sliding_window=16, max_position_embeddings=512, eos_token_id=None)
+        gemma.layer_types = ["sliding_attention", "full_attention"] * 2
+        for it in (model(), transformers.Gemma3ForCausalLM(gemma).eval()):
+            first, step = prompt(1, 128)["input_ids"], prompt(1, 1)["input_ids"]
+            own, cache = transformers.DynamicCache(config=it.config), ElasticCache(it, wait_s=0.5)
+            with torch.no_grad():
+                for ids, before in ((first, 0), (step, 128)):
+                    Range.room = (sum(Range.made[-1].states) if before else 0) + 1
+                    with self.assertRaises(torch.cuda.OutOfMemoryError):
+                        it(ids, past_key_values=cache)
+                    self.assertEqual({layer.get_seq_length() for layer in cache.layers}, {before})
+                    Range.room = 1 << 20
+                    with mock.patch.object(Range, "commit", side_effect=KeyboardInterrupt), self.assertRaises(KeyboardInterrupt):
+                        it(ids, past_key_values=cache)
+                    self.assertEqual({layer.get_seq_length() for layer in cache.layers}, {before})
+                    torch.testing.assert_close(it(ids, past_key_values=cache).logits, it(ids, past_key_values=own).logits)
+            self.assertTrue(cache.elastic)
+            self.assertEqual(cache._step, {})
+            del cache
+            gc.collect()
+            module._spare.clear()
+
+    def test_step_without_the_last_layer_is_a_step(self) -> None:
+        """As of models whose last layers have keys and values of others."""
+        cache, tokens = ElasticCache(model()), torch.zeros(1, 8, 128, 256)
+        for layer in (0, 1):
+            cache.update(tokens, tokens, layer)
+        Range.room = 0
+        with self.assertRaises(torch.cuda.OutOfMemoryError):
+            cache.update(tokens, tokens, 0)
+        self.assertEqual([layer.get_seq_length() for layer in cache.layers], [128, 128, 0])
+
     def test_longer_cache_goes_on_in_transformers_own_memory(self) -> None:
         it = model()
         cache = ElasticCache(it, max_length=80)
@@ -283,6 +319,21 @@ class Own(unittest.TestCase):
             cache = ElasticCache(it)
             it(prompt(1, 20)["input_ids"], past_key_values=cache).logits.sum().backward()
         self.assertFalse(cache.elastic)
+
+    def test_each_new_token_is_progress_also_where_several_come_at_once(self) -> None:
+        with mock.patch.object(gpumux, "progress") as progress:
+            tokens = Tokens()
+            for length in (21, 25, 26, 21, 23):
+                self.assertEqual(tokens(torch.zeros((3, length)), None).tolist(), [False] * 3)
+            self.assertEqual([call.args[0] for call in progress.call_args_list], [3, 12, 3, 3, 6])
+            progress.reset_mock()
+            inputs = prompt(1, 60)
+            inputs["input_ids"][0, 30:] = inputs["input_ids"][0, :30]
+            model().generate(**inputs, max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=4, stopping_criteria=[Tokens()])
+        counted = [call.args[0] for call in progress.call_args_list]
+        self.assertLess(len(counted), 36)
+        # All but what the first step had beside its first token.
+        self.assertTrue(36 <= sum(counted) <= 40, counted)
 
     def test_new_tokens_are_reported_as_progress(self) -> None:
         it = model()

@@ -1,5 +1,7 @@
 """Tests of `gpumux.vllm` with stand-ins for PyTorch and vLLM. test_vllm_wheel.py compares them with vLLM's own classes."""
 
+from __future__ import annotations
+
 import copy
 import importlib
 import importlib.util
