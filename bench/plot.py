@@ -74,7 +74,7 @@ def title(name: str) -> str:
     if words[-2:-1] == ["per"]:
         return " ".join(words[:-2]) + "/" + words[-1]
     if words[-1] in UNITS:
-        return " ".join(words[:-1]).replace("p999", "p99.9") + f" ({UNITS[words[-1]]})"
+        return " ".join(words[:-1] or ["time"]).replace("p999", "p99.9") + f" ({UNITS[words[-1]]})"
     return " ".join(words)
 
 
