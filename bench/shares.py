@@ -8,7 +8,7 @@ these guarantees), `2batch`, `3batch`, `4batch`, `latency+4batch` (a periodic la
 
 Values: `total_rel` (work done by all, relative to one program alone), `share_N` (of the work done),
 `worst_window_error` (largest difference of a share from its guarantee, or from equal shares, in any window of one second),
-`rest_rel` (`one-leaves`: rate of the one that stays, relative to alone), `latency_p50_us`, `latency_p99_us`,
+`rest_rel` (`one-leaves`: rate of the one that stays, relative to alone), `latency_p50_us`, `latency_p99_us` (from when a request is due; in results up to commit cb64feb6: from when it is submitted),
 `daemon_cpu` (with gpumux: the part of one CPU that the daemon takes meanwhile).
 """
 

@@ -41,8 +41,10 @@ OUT, FREE, CACHED, IN_USE = 0, 1, 2, 3
 
 _DONE, _NOT_YET, _FULL = 0, 1, 2
 _GRANULE = 16 << 20
-_LEAST_S, _LONGEST_S = 0.005, 1e6
-"""Without any wait the library does not ask the daemon, which answers sooner than this where there is room. It takes milliseconds in 32 bits."""
+_LEAST_S = 0.005
+"""Without any wait the library does not ask the daemon, which answers sooner than this where there is room."""
+_LONGEST_S = 1e6
+"""The longest wait: the library takes milliseconds in 32 bits."""
 _WHY = {
     _NOT_YET: "there is no room for one granule on the device now, or the process has 4096 ranges",
     _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
@@ -369,7 +371,7 @@ class Pool:
         self.address: int = self._memory.address
         """Where page 0 is; page n is `n * page_bytes` behind it."""
         self.granule_bytes = granule_bytes
-        # The second is held while memory is awaited, and never taken with the first.
+        # The second is held while memory is awaited, and never taken by a thread that has the first.
         self._lock, self._asks = threading.RLock(), threading.RLock()
         _pools.add(self)
         self._closed = False
@@ -391,7 +393,8 @@ class Pool:
     # ---- pages -------------------------------------------------------------------------------
 
     def alloc(self, count: int, wait_s: float = 1.0) -> list[int] | None:
-        """So many pages, with undefined contents; None when there is no room for them within about `wait_s`.
+        """So many pages, with undefined contents; None when there is no room for them within about `wait_s`, or another thread's request for
+        memory is still under way then.
 
         Where room is short, the pool's own cached pages go first, the oldest before the others; where these are too few, they stay. An
         exception while memory is awaited, such as KeyboardInterrupt, leaves all as before.
@@ -433,7 +436,8 @@ class Pool:
             return keys
 
     def touch(self, keys: Sequence[int]) -> list[int | None]:
-        """Takes cached pages into use again: the number of each, or None where its contents are gone. Keys are used once."""
+        """Takes cached pages into use again: the number of each, or None where its contents are gone, or another thread's request awaits
+        memory for it. Keys are used once."""
         keys = _numbers("a key", keys)
         with self._lock:
             self._check_open()
@@ -581,10 +585,11 @@ class Pool:
         """Whether pages of it are in use, and have their memory."""
         return bool(self._in_use[granule] and not self._awaited[granule])
 
-    def _is_backed(self, page: int) -> bool:
-        """Whether it has memory that no thread awaits."""
-        memory = self._memory
-        return all(not self._awaited[it] and (memory.kind != "elastic" or memory.there([it])) for it in self._granules(page))
+    def _backed(self) -> set[int]:
+        """The granules that have memory which no thread awaits."""
+        every = range(len(self._in_use))
+        there = self._memory.there(every) if self.kind == "elastic" else every
+        return {it for it in there if not self._awaited[it]}
 
     def _back(self, count: int, until: float) -> list[int] | None:
         """So many pages, once they have memory. Other threads use the pool meanwhile."""
@@ -646,9 +651,10 @@ class Pool:
         with self._lock:
             before = None
             while self._can_have(count):
-                free = (page for granule in sorted(self._open) for page in reversed(self._free[granule]) if self._is_backed(page))
-                unused = list(itertools.islice(free, count))
-                cached = ((key, page) for key, (page, _generations) in self._cache.items() if self._is_backed(page))
+                backed = self._backed()
+                free = (page for granule in sorted(backed.intersection(self._open)) for page in reversed(self._free[granule]))
+                unused = list(itertools.islice((page for page in free if backed.issuperset(self._granules(page))), count))
+                cached = ((key, page) for key, (page, _generations) in self._cache.items() if backed.issuperset(self._granules(page)))
                 evicted = dict(itertools.islice(cached, count - len(unused)))
                 pages = [*unused, *evicted.values()]
                 # Others may take some until they are in use. What they took is left out then.

@@ -343,7 +343,15 @@ class Pages(unittest.TestCase):
                 order.append("granted")
                 return answer
 
-            another = threading.Thread(target=lambda pool=pool: self.assertRaises(ValueError, pool.alloc, 1, 20), daemon=True)
+            refused: list[str] = []
+
+            def wants(pool: kv.Pool = pool, refused: list[str] = refused) -> None:
+                try:
+                    pool.alloc(1, 20)
+                except Exception as error:
+                    refused.append(str(error))
+
+            another = threading.Thread(target=wants, daemon=True)
             closing = threading.Thread(target=pool.close, daemon=True)
             memory.commit, memory.close, memory.mark = late, lambda order=order: order.append("closed"), lambda *_: self.fail("no pool is there")
             if answer:
@@ -353,7 +361,20 @@ class Pages(unittest.TestCase):
                 self.assertEqual(pool.alloc(1), [0])
             for it in (closing, another):
                 it.join(20)
-            self.assertEqual(order, ["asked", "granted", "closed"])
+            self.assertEqual((order, refused), (["asked", "granted", "closed"], ["the pool is closed"]))
+
+    def test_short_wait_ends_beside_a_long_one(self) -> None:
+        pool, ends = made(8 * MIB, MIB, granule_bytes=2 * MIB), threading.Event()
+        with mock.patch.object(pool._memory, "commit", lambda *_: ends.wait(20) and 1):
+            long = threading.Thread(target=pool.alloc, args=(1, 20), daemon=True)
+            long.start()
+            reached(lambda: pool._awaited[0] == 1)
+            short = threading.Thread(target=pool.alloc, args=(1, 0), daemon=True)
+            short.start()
+            short.join(5)
+            self.assertFalse(short.is_alive())
+            ends.set()
+            long.join(20)
 
     def test_pages_of_many_threads_have_memory(self) -> None:
         pool, guard = made(48 * MIB, 3 * MIB // 2, granule_bytes=2 * MIB), threading.Lock()

@@ -144,7 +144,8 @@ impl Domain {
         let before = std::mem::replace(&mut self.done, done);
         let more = done.since(before).unwrap_or_default();
         if let Some(mean) = more.busy.0.checked_div(more.waits) {
-            // Each request counts for a quarter, those before it for the rest: as four times as long as these, if they were longer.
+            // A moving mean: each request counts for a quarter. What is known from before counts as four of these at most, so that one long
+            // request is soon forgotten.
             let before = self.state.request.map_or(mean, |it| it.0);
             let before = before.min(mean.saturating_mul(4)) as f64;
             let kept = 0.75_f64.powf(more.waits as f64);
@@ -200,6 +201,10 @@ impl Domain {
     }
 
     pub(super) fn set_demand(&mut self, demand: Demand, now: Micros) {
+        // Work that ended without a wait is in nothing that the program says.
+        if self.state.demand == Demand::Busy && self.waited < self.state.demand_since {
+            self.state.worked = None;
+        }
         self.stir(now);
         self.busy = self.busy(now);
         (self.state.demand, self.state.demand_since) = (demand, now);

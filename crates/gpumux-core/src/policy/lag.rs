@@ -19,8 +19,8 @@ const BUSY_IN_LOOK: f64 = 50_000.0;
 /// A latency domain takes what it can get while it has work for at least the first part of the time, as after a long pause; it is found to from
 /// the second on. What it receives does not tell: one with short requests and a small share receives that, too.
 const GREEDY: (f64, f64) = (0.3, 0.6);
-/// How long it is from one look to the next at least, and how long a domain is taken for one that takes what it can get before the first look at it,
-/// unless its requests are short; and at most.
+/// From one look to the next, whichever domains: at least, and where requests are long. The first is also how long a domain waits for its first look,
+/// unless its requests are short; the second is also the longest wait between two looks at one domain.
 const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
 /// A look that shows nothing new has the next one wait so many times as long.
 const SELDOMER: u64 = 4;
@@ -355,9 +355,9 @@ impl Memory {
         let looked = self.looked;
         let due = |it: &Track| {
             let greedy = it.greedy.filter(|_| it.busy.0)?;
-            let short = it.request.is_some_and(|request| request <= round);
+            let within_round = it.request.is_some_and(|request| request <= round);
             // Many may begin with one that comes back, so that the first look at it shows nothing.
-            let soon = short || it.look_after <= LOOK;
+            let soon = within_round || it.look_after <= LOOK;
             let apart = if soon { LOOKS.0 } else { LOOKS.1 };
             let at = (greedy.max(begun) + it.look_after).max(looked + apart);
             Some((at, greedy))

@@ -14,6 +14,8 @@ use crate::{Class, Demand, DomainPlan, Micros, Plan, RunState, Snapshot, TenantI
 
 /// A domain that has paused for longer is not expected back soon.
 const PAUSE: Micros = Micros::from_millis(100);
+/// A program that says that it had little work is believed until it seems to be ahead of its share by so many of its bursts.
+const BELIEVED: f64 = 4.0;
 /// The part of its objective that a request may wait for one timeslice of the owner, and the longest such
 /// timeslice: beyond the driver's own it would wait longer than without us.
 const PATIENCE: u64 = 10;
@@ -223,7 +225,7 @@ impl<'a> Stage<'a> {
             let exhausted = !looked_at
                 && self.is_contested(actor)
                 && self.must_wait(track.exhausted, -track.lag, actor.share)
-                && !self.worked_little(actor);
+                && !self.worked_little(actor, -track.lag);
             let hogs = actor.domain.demand_since + self.tuning.hog;
             // Those that seem to take what they can get do not take it from one that is looked at.
             let waits = look.is_some() && track.greedy.is_some();
@@ -245,15 +247,16 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// Whether a domain surely had work for less than its share of the time lately. One that is found to have work counts as at work until the next
-    /// look, so that some short requests, as they are found, look like many.
-    fn worked_little(&self, actor: &Actor) -> bool {
+    /// Whether a domain had work for less than its share of the time lately, as its program says. One that is found to have work counts as at work
+    /// until the next look, so that some short requests, as they are found, look like many. A program that lies gains some bursts.
+    fn worked_little(&self, actor: &Actor, ahead: f64) -> bool {
         let busy_for = match actor.domain.demand {
             Demand::Idle => 0,
             _ => (self.snapshot.now.saturating_sub(actor.domain.demand_since)).0,
         };
         let little = actor.domain.worked.is_some_and(|it| it < actor.share);
-        little && (busy_for as f64) < self.burst(actor.share)
+        let burst = self.burst(actor.share);
+        little && (busy_for as f64) < burst && ahead < BELIEVED * burst
     }
 
     /// Whether another may have work, and may run.

@@ -427,6 +427,29 @@ fn controls_of_two_devices_wait_no_longer_than_of_one() {
     }
 }
 
+/// What a program says of its waits: how long its requests are, where one long one is soon forgotten, and its part of the time.
+#[test]
+fn requests_and_their_part_of_the_time_are_known() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    let mut waits = |us: u64, count: usize| {
+        for _ in 0..count {
+            world.run_for(Micros::from_millis(10));
+            world.waited(1, 1, Micros(us), Micros::ZERO);
+        }
+        // The look at it.
+        world.run_for(Micros(1));
+        let state = &(world.controller.domain(world.group(1)).expect("it came")).state;
+        let worked = state.worked.expect("it has waited");
+        (state.request.expect("it has waited").0, worked)
+    };
+    let (request, worked) = waits(1_000, 10);
+    assert_eq!(request, 1_000);
+    assert!((worked - 0.1).abs() < 0.001, "{worked}");
+    assert_eq!(waits(101_000, 1), (26_000, 1.0));
+    assert_eq!(waits(1_000, 1).0, 3_250);
+}
+
 /// The neighbour of a launch-bound program has a longer timeslice, and the shortest again within some requests whose host waits for the device, or within
 /// the time of some if they are graphs.
 #[test]

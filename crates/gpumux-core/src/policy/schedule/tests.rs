@@ -303,6 +303,14 @@ fn latency_domain_with_little_work_is_not_over_its_budget() {
     assert_eq!(run(Some(0.7), 1_000), Frozen, "more than its share");
     assert_eq!(run(Some(0.3), 1_000), Enabled);
     assert_eq!(run(Some(0.3), 50_000), Frozen, "it works since");
+    // One that lies has the device for some bursts, and no longer.
+    let lie = |lasts: u64| {
+        let mut now = now.clone();
+        (now.domains[0].worked, now.now) = (Some(0.0), Micros(lasts));
+        (now.domains[0].received, now.domains[0].demand_since) = (now.now, now.now);
+        shape(&plan(&now, &mut memory.clone()))[0].1
+    };
+    assert_eq!((lie(200_000), lie(400_000)), (Enabled, Frozen));
 }
 
 #[test]

@@ -73,6 +73,10 @@ pub(crate) unsafe fn get(
         Some((_, true)) => return NOT_SUPPORTED,
         found => found.map(|(device, _)| device),
     };
+    // What was mapped while a first daemon is awaited: only a daemon says whether it can be passed on.
+    if lease::session() == 0 {
+        lease::await_return();
+    }
     // A daemon that is just away will learn of it.
     let token = match device.is_some_and(passes) {
         true => fresh().and_then(|token| with(|space| space.export(start, allocation, token))),

@@ -375,7 +375,12 @@ fn last_that_waited(mut now: Snapshot, pause: u64, stall: u64, open: bool) -> u6
     let first = 1_000_000 + pause;
     // What a request lacks, when it came and the next comes, which domain has the device, and for how long yet.
     let (mut lacks, mut came, mut due, mut turn, mut left, mut last) = (0, 0, first, 0, 0, 0);
-    for at in (0..first + 3_000_000).step_by(STEP as usize) {
+    let observed = if now.domains.len() < 10 {
+        7_000_000
+    } else {
+        3_000_000
+    };
+    for at in (0..first + observed).step_by(STEP as usize) {
         now.now = Micros(at);
         if at < 1_000_000 {
             lacks = 300;
