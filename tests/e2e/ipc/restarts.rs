@@ -1,10 +1,10 @@
 //! Shared memory over restarts and pauses of the daemon.
 
-use gpumux_tests::{Node, PATIENCE, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{CLOSES, KILLS_EXPORTER, MIB, bytes, sleep, start, wait_pinned};
-use crate::memory::free;
+use super::{CLOSES, COMMON, KILLS_EXPORTER, MIB, bytes, sleep, start, wait_pinned};
+use crate::memory::{free, python};
 
 /// A parent exports 10 MiB, which two children open. It does what it reads: with the memory, or to a child.
 const FAMILY: &str = r#"
@@ -282,4 +282,34 @@ fn memory_of_an_exporter_that_ends_without_a_daemon_stays_open() {
     wait_for("the memory of all", PATIENCE, || {
         (free(&node) >= before).then_some(())
     });
+}
+
+/// It has its memory before its first daemon is there, and passes it on once there is one.
+#[test]
+fn memory_of_a_program_begun_between_daemons_is_opened() {
+    const WAITS: &str =
+        "import sys\nif len(sys.argv) == 1:\n    assert sys.stdin.readline() == 'begin\\n'\n";
+    const PROGRAM: &str = r#"
+if len(sys.argv) > 1:
+    say(read(open_memory(sys.argv[1])))
+    sys.exit()
+at = alloc(10 * MIB)
+write(at, 5)
+call("cuCtxSynchronize")
+say("has it")
+child = Child(export(at))
+assert child.hear() == ["5"]
+child.end()
+"#;
+    let mut node = Node::start();
+    let Some(command) = python(&node, &[WAITS, COMMON, PROGRAM].concat()) else {
+        return;
+    };
+    let mut late = Process::start(&mut node.tenant("--name late", &command));
+    wait_for("its tenant", PATIENCE, || node.find_tenant("late"));
+    node.kill_daemon();
+    late.write("begin\n");
+    late.wait_lines(1);
+    node.start_daemon();
+    late.finish().ok();
 }
