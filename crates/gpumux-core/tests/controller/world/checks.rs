@@ -139,9 +139,12 @@ impl World {
     pub(super) fn check_memory(&self) {
         for (device, line) in (0..).zip(self.broker.lines()) {
             let has = |it: &Process| it.holding.get(&device).map(|it| it.resident());
-            let resident: u64 = self.processes.values().filter_map(has).sum();
-            let absent = self.absent.values().filter_map(|(it, _)| has(it));
-            let all = absent.fold(resident, |sum, it| sum + it);
+            let (silent, known): (Vec<_>, Vec<_>) =
+                self.processes.values().partition(|it| it.silent);
+            let resident: u64 = known.into_iter().filter_map(has).sum();
+            let absent = self.absent.values().map(|(it, _)| it);
+            let unknown = absent.chain(silent).filter_map(has);
+            let all = unknown.fold(resident, |sum, it| sum + it);
             assert!(all <= CAPACITY, "{all} bytes at {}", self.now);
             let room = line.capacity - line.occupied;
             assert!(

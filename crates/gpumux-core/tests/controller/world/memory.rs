@@ -38,6 +38,8 @@ pub(crate) struct Process {
     pub(super) stopped: bool,
     pub(super) mailbox: Vec<Happens>,
     pub(super) ended: bool,
+    /// It has said nothing yet of what it has.
+    pub(super) silent: bool,
     /// When the last packets arrive that were sent to it and by it.
     last: [Micros; 2],
 }
@@ -74,6 +76,7 @@ impl Process {
         Self {
             holding: self.holding,
             kept: self.kept,
+            silent: true,
             ..Self::new(self.tenant, now)
         }
     }
@@ -250,6 +253,8 @@ impl World {
                 holding,
             });
         }
+        let own = self.processes.get_mut(&process).expect("it is there");
+        own.silent = false;
     }
 
     fn say_all(&mut self, process: ProcessId) {
