@@ -128,6 +128,19 @@ call("cuInit", 0)
     Some(format!("python3 {}", script.display()))
 }
 
+/// Starts tenant `late`, whose program waits for the line `begin`, and has it begin while there is no daemon. The next
+/// daemon starts once the program has printed a line.
+#[track_caller]
+pub(crate) fn begin_between_daemons(node: &mut Node, command: &str) -> Process {
+    let mut late = Process::start(&mut node.tenant("--name late", command));
+    wait_for("its tenant", PATIENCE, || node.find_tenant("late"));
+    node.kill_daemon();
+    late.write("begin\n");
+    late.wait_lines(1);
+    node.start_daemon();
+    late
+}
+
 /// PyTorch asks before it has a context, and remembers the answer.
 #[test]
 fn a_limit_is_all_that_a_program_sees_of_the_device() {

@@ -1,10 +1,10 @@
 //! Shared memory over restarts and pauses of the daemon.
 
-use gpumux_tests::{Node, PATIENCE, Process, wait_for};
+use gpumux_tests::{Node, PATIENCE, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{CLOSES, COMMON, KILLS_EXPORTER, MIB, bytes, sleep, start, wait_pinned};
-use crate::memory::{free, python};
+use crate::memory::{begin_between_daemons, free, python};
 
 /// A parent exports 10 MiB, which two children open. It does what it reads: with the memory, or to a child.
 const FAMILY: &str = r#"
@@ -305,11 +305,5 @@ child.end()
     let Some(command) = python(&node, &[WAITS, COMMON, PROGRAM].concat()) else {
         return;
     };
-    let mut late = Process::start(&mut node.tenant("--name late", &command));
-    wait_for("its tenant", PATIENCE, || node.find_tenant("late"));
-    node.kill_daemon();
-    late.write("begin\n");
-    late.wait_lines(1);
-    node.start_daemon();
-    late.finish().ok();
+    begin_between_daemons(&mut node, &command).finish().ok();
 }

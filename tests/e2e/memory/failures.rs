@@ -127,12 +127,7 @@ assert found.raw == b"\x07" * size
     let Some(command) = python(&node, PROGRAM) else {
         return;
     };
-    let mut late = Process::start(&mut node.tenant("--name late", &command));
-    wait_for("its tenant", PATIENCE, || node.find_tenant("late"));
-    node.kill_daemon();
-    late.write("\n");
-    late.wait_lines(1);
-    node.start_daemon();
+    let mut late = begin_between_daemons(&mut node, &command);
     node.wait_tenant("late", |it| bytes(it, "in_use") >= 32 << 20);
     node.gpumux(["sleep", "late"]).run().ok();
     node.wait_tenant("late", |it| bytes(it, "swapped") >= 32 << 20);
