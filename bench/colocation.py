@@ -23,7 +23,7 @@ from common import BenchError, Crew, Results
 
 CASES = {"graph+train": 1, "eager+train": 1, "decode+train": 1, "graph+2train": 2, "graph30+train": 1}
 MODES = [
-    "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
+    "alone", "apart", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
     "xsched", "xsched-1", "gpumux", "no-hints", "1us", "objective", "launches", "space", "group",
 ]  # fmt: skip
 DEFAULT_MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective"]
@@ -85,7 +85,7 @@ def main() -> int:
     )
     rounds.arguments(parser, seconds=4.0)
     parser.add_argument("--batch", type=int, default=32, help="images in a training step [%(default)s]")
-    common.selections(parser, list(CASES), MODES, peers.CHANGING, cases=list(CASES)[:3], modes=DEFAULT_MODES)
+    common.selections(parser, list(CASES), MODES, peers.BY_NAME, cases=list(CASES)[:3], modes=DEFAULT_MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)

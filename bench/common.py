@@ -97,6 +97,16 @@ def visible() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
 
 
+def another_gpu() -> str:
+    """The UUID of a GPU of this machine other than the programs'. Raises BenchError where there is none."""
+    ask = ("--query-gpu=uuid", "--format=csv,noheader")
+    own = run_quietly("nvidia-smi", "-i", visible(), *ask).strip()
+    others = [it.strip() for it in run_quietly("nvidia-smi", *ask).splitlines() if it.strip() != own]
+    if not own or not others:
+        raise BenchError(f"the machine has no GPU but {visible()}")
+    return others[0]
+
+
 def device_and_driver() -> tuple[str, str]:
     """Product name of the programs' GPU, and the driver's version."""
     line = run_quietly("nvidia-smi", "-i", visible(), "--query-gpu=name,driver_version", "--format=csv,noheader")

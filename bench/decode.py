@@ -23,7 +23,7 @@ from common import BenchError, Crew, Results
 
 CASES = ["eager", "batching", "graph"]
 MODES = [
-    "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
+    "alone", "apart", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
     "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "1us", "objective", "launches", "space", "group",
 ]  # fmt: skip
 DEFAULT_MODES = ["alone", "time-slicing", "mps", "gpumux", "gpumux-alone"]
@@ -60,7 +60,7 @@ def main() -> int:
     )
     rounds.arguments(parser, seconds=8.0)
     parser.add_argument("--batch", type=int, default=32, help="images in a training step [%(default)s]")
-    common.selections(parser, CASES, MODES, peers.CHANGING, modes=DEFAULT_MODES)
+    common.selections(parser, CASES, MODES, peers.BY_NAME, modes=DEFAULT_MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds, most, least = rounds.quick(options)

@@ -225,8 +225,8 @@ def swap(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Pat
 
 
 def card_gib() -> float:
-    """Memory of the first GPU."""
-    text = common.run_quietly("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    """Memory of the programs' GPU."""
+    text = common.run_quietly("nvidia-smi", "-i", common.visible(), "--query-gpu=memory.total", "--format=csv,noheader,nounits")
     if not text:
         raise BenchError("nvidia-smi does not say how much memory there is")
     return float(text.splitlines()[0]) / 1024

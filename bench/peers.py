@@ -4,6 +4,7 @@
 |---|---|
 | `alone`, `time-slicing` | the driver's default; alone, other programs are idle |
 | `slices-short`, `slices-long` | the driver's short and long timeslices (`nvidia-smi compute-policy`: needs root, changes a setting of the GPU and sets it back; never a default) |
+| `apart` | batch programs on another GPU of the machine: they share its processors and nothing of the GPU. What is slower there is the host's |
 | `mps` | all in one MPS server |
 | `mps-priority` | the same, batch programs with the lower client priority |
 | `mps-30`, `mps-50`, `mps-70` | the same, and batch programs may use that part of the SMs |
@@ -43,8 +44,8 @@ Programs = dict[str, tuple[Sequence[str], str]]
 ALONE = {"alone": "time-slicing", "gpumux-alone": "gpumux"}
 # Both programs in one process, with these arguments.
 TOGETHER = {"streams": [], "green": ["--green", "0.5"]}
-# Modes that change a setting of the GPU: only by name.
-CHANGING = ("slices-short", "slices-long")
+# Modes that change a setting of the GPU, or need another one: only by name.
+BY_NAME = ("apart", "slices-short", "slices-long")
 # Modes that differ in the hints and the objective of latency programs: set before each cell, so that they share their processes.
 SETTINGS = {"gpumux": ("auto", "none"), "no-hints": ("off", "none"), "1us": ("auto", "0.01ms"), "objective": ("auto", "100ms")}
 
@@ -78,6 +79,17 @@ class Fixed(Gpumux):
     def after(self, names: Iterable[str]) -> None:
         for name in names:
             self.set(name, "--class", "latency")
+
+
+class Apart(Mode):
+    """Batch programs on another GPU."""
+
+    def __enter__(self) -> Mode:
+        self.other = common.another_gpu()
+        return self
+
+    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
+        return [*(["env", f"CUDA_VISIBLE_DEVICES={self.other}"] if klass == "batch" else []), *command]
 
 
 class MpsWith(Mps):
@@ -268,6 +280,8 @@ def mode(stage: str, logs: Path) -> Mode:
             return Space(stage, logs)
         case "group":
             return Group(stage, logs)
+        case "apart":
+            return Apart(stage, logs)
         case "mps-priority":
             return MpsWith(stage, logs, CUDA_MPS_CLIENT_PRIORITY="1")
         case "mps-30" | "mps-50" | "mps-70":

@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--workloads", type=Path, required=True, help="folder of the definitions (A.json, …)")
     rounds.arguments(parser, seconds=4.0)
     parser.add_argument("--driver", action="store_true", help="programs of the driver's API instead of PyTorch: also on the emulated device")
-    common.selections(parser, CASES, MODES, peers.CHANGING, cases=WORKLOADS, modes=DEFAULT_MODES)
+    common.selections(parser, CASES, MODES, peers.BY_NAME, cases=WORKLOADS, modes=DEFAULT_MODES)
     options = parser.parse_args()
     if options.driver and (missing := {"streams", "green"} & set(options.modes)):
         parser.error(f"--driver has no {', '.join(sorted(missing))}: programs of PyTorch make these streams themselves")

@@ -69,15 +69,17 @@ PARTS = {
 
 
 class Nvml:
-    """What the driver reports of the first device, independently of gpumux."""
+    """What the driver reports of the first device that programs see, independently of gpumux."""
 
     class _Memory(ctypes.Structure):
         _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
     def __init__(self) -> None:
         self.library, self.device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-        if self.library.nvmlInit_v2() or self.library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)):
-            raise BenchError("NVML does not answer")
+        seen = common.visible()
+        by, which = (self.library.nvmlDeviceGetHandleByIndex_v2, int(seen)) if seen.isdigit() else (self.library.nvmlDeviceGetHandleByUUID, seen.encode())
+        if self.library.nvmlInit_v2() or by(which, ctypes.byref(self.device)):
+            raise BenchError(f"NVML does not answer, or knows no device {seen}")
 
     def count(self) -> int:
         """Devices."""

@@ -179,9 +179,9 @@ def used_of(lines: Iterable[str], since: float, until: float) -> Used:
 
 @contextlib.contextmanager
 def utilization(seconds: float) -> Iterator[Used]:
-    """Fills in what nvidia-smi sees of the first GPU for so long from when the programs begin, at the block's end; nothing, where there is none."""
+    """Fills in what nvidia-smi sees of the programs' GPU for so long from when the programs begin, at the block's end; nothing, where there is none."""
     found, since = Used({}, {}), time.time() + LEAD_S
-    command = ["nvidia-smi", "-i", "0", "--query-gpu=timestamp,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
+    command = ["nvidia-smi", "-i", common.visible(), "--query-gpu=timestamp,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
     with tempfile.TemporaryFile("w+") as out:
         try:
             watching = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)

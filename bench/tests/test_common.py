@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import common
+import residency
 
 CHILD = """
 import faulthandler, json, signal, sys, time
@@ -37,6 +38,37 @@ class Quiet(unittest.TestCase):
         silence = contextlib.redirect_stderr(io.StringIO())
         self.stderr = silence.__enter__()
         self.addCleanup(silence.__exit__, None, None, None)
+
+
+class Gpus(unittest.TestCase):
+    """Of a machine with several GPUs, of which programs see one."""
+
+    def ask(self, *command: str) -> str:
+        every = {"0": "GPU-a", "1": "GPU-b"}
+        if "-i" not in command:
+            return "\n".join(every.values())
+        which = command[command.index("-i") + 1]
+        return every.get(which, which if which in every.values() else "")
+
+    def test_another_gpu_is_not_the_programs_own(self) -> None:
+        self.enterContext(mock.patch.object(common, "run_quietly", self.ask))
+        for seen, other in (("GPU-a", "GPU-b"), ("GPU-b", "GPU-a"), ("1", "GPU-a"), ("", "GPU-b")):
+            with self.subTest(seen=seen), mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": seen}):
+                self.assertEqual(common.another_gpu(), other)
+        with mock.patch.object(common, "run_quietly", lambda *_: "GPU-a"), self.assertRaises(common.BenchError):
+            common.another_gpu()
+
+    def test_memory_is_that_of_the_gpu_that_programs_see(self) -> None:
+        library = mock.MagicMock()
+        library.nvmlInit_v2.return_value = library.nvmlDeviceGetHandleByUUID.return_value = library.nvmlDeviceGetHandleByIndex_v2.return_value = 0
+        with mock.patch.object(residency.ctypes, "CDLL", lambda _name: library):
+            for seen, by, which in (("GPU-b", "nvmlDeviceGetHandleByUUID", b"GPU-b"), ("1,0", "nvmlDeviceGetHandleByIndex_v2", 1), ("", "nvmlDeviceGetHandleByIndex_v2", 0)):
+                with self.subTest(seen=seen), mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": seen}):
+                    residency.Nvml()
+                    self.assertEqual(getattr(library, by).call_args.args[0], which)
+            library.nvmlDeviceGetHandleByUUID.return_value = 6
+            with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "GPU-c"}), self.assertRaisesRegex(common.BenchError, "GPU-c"):
+                residency.Nvml()
 
 
 class Statistics(unittest.TestCase):

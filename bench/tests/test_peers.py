@@ -127,7 +127,7 @@ class AllModes(unittest.TestCase):
             self.assertEqual(bench.main(), 1, "a peer could not run")
         [path] = self.out.glob("*.json")
         data = json.loads(path.read_text())
-        self.assertEqual({row["mode"] for row in data["rows"]}, set(bench.MODES) - {"xsched", *peers.CHANGING})
+        self.assertEqual({row["mode"] for row in data["rows"]}, set(bench.MODES) - {"xsched", *peers.BY_NAME})
         self.assertEqual({row["rounds"] for row in data["rows"]}, {5})
         self.assertIn("xsched could not run: XSCHED names no folder. Tried: XSched in XSCHED", data["note"])
         self.assertLessEqual({("gpumux", "off", "none"), ("gpumux", "auto", "0.01ms"), ("gpumux", "auto", "none")}, set(self.settled))
