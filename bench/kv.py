@@ -76,8 +76,8 @@ def order(process: Worker, do: str, **arguments: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def left(mode: Gpumux, size: int, logs: Path) -> Iterator[int]:
     """About so many bytes are free for tenants, and how many: a program that is none has the rest. An idle tenant's would be lent to others."""
-    device = Api(mode).ask("GET", "/v1/devices")[0]
-    free = lambda: Api(mode).ask("GET", "/v1/memory")[0]["free"]  # noqa: E731
+    device = Api(mode).device()
+    free = lambda: Api(mode).memory()["free"]  # noqa: E731
     before, ready = free(), logs / "ready-rest"
     rest = (before - size - device["context_bytes"]) // MIB
     ready.unlink(missing_ok=True)

@@ -103,6 +103,16 @@ class Api(http.client.HTTPConnection):
             raise BenchError(f"{method} {path}: {answer.status} {body.decode(errors='replace')}")
         return json.loads(body) if body else None
 
+    def device(self) -> dict[str, Any]:
+        """The first device that programs see. The daemon has all of the machine."""
+        seen, every = common.visible(), self.ask("GET", "/v1/devices")
+        return next(it for it in every if seen in (it["uuid"], str(it["index"])))
+
+    def memory(self) -> dict[str, Any]:
+        """How its memory is used."""
+        uuid = self.device()["uuid"]
+        return next(it for it in self.ask("GET", "/v1/memory") if it["device"] == uuid)
+
     def timed_ms(self, path: str) -> float:
         """How long a POST takes."""
         begin = time.monotonic()

@@ -289,7 +289,7 @@ def excess(api: Api, nvml: Nvml) -> int:
     """Bytes that gpumux counts beyond what NVML reports: the median of ten looks, since the job allocates meanwhile."""
     looks = []
     for _ in range(10):
-        device = api.ask("GET", "/v1/memory")[0]
+        device = api.memory()
         looks.append(device["total"] - device["free"] - nvml.memory().used)
         time.sleep(0.1)
     return int(statistics.median(looks))
@@ -305,7 +305,7 @@ def restart(results: Results, cases: Sequence[str], modes: Sequence[str], logs: 
             jobs.begin()
             job = jobs.workers["restart-job"]
             until("the first pass", 60, lambda: (jobs.folder / "restart-job").exists() or job.process.poll() is not None)
-            context = Api(mode).ask("GET", "/v1/devices")[0]["context_bytes"]
+            context = Api(mode).device()["context_bytes"]
             time.sleep(2.5)  # two of the daemon's looks at NVML
             before = excess(Api(mode), nvml)
             off, back = [abs(before)], []
@@ -314,7 +314,7 @@ def restart(results: Results, cases: Sequence[str], modes: Sequence[str], logs: 
                 time.sleep((number % 4) * 0.7)
                 begin = time.monotonic()
                 mode.start_daemon()
-                counted = lambda: sum(it["in_use"] for it in Api(mode).ask("GET", "/v1/memory")[0]["tenants"])  # noqa: E731
+                counted = lambda: sum(it["in_use"] for it in Api(mode).memory()["tenants"])  # noqa: E731
                 until("the job's memory is accounted", 20, lambda: counted() >= size)
                 back.append(time.monotonic() - begin)
                 off.append(abs(excess(Api(mode), nvml)))
@@ -344,8 +344,8 @@ def guaranteed(results: Results, cases: Sequence[str], modes: Sequence[str], log
                 )
                 until("the server is warm", 60, (jobs.folder / "warm").exists)
                 if name == "gpumux":
-                    device = Api(mode).ask("GET", "/v1/memory")[0]
-                    context = Api(mode).ask("GET", "/v1/devices")[0]["context_bytes"]
+                    device = Api(mode).memory()
+                    context = Api(mode).device()["context_bytes"]
                     # So little more than there is room for that moves are short, and turns are.
                     size = (device["free"] - 2 * context + total // 128) // 2 // MIB * MIB
                     for n in range(2):
@@ -378,7 +378,7 @@ def guaranteed(results: Results, cases: Sequence[str], modes: Sequence[str], log
 
 def lacking(api: Api) -> int:
     """Bytes that all tenants have, on the device and the host, beyond what the device has room for."""
-    device = api.ask("GET", "/v1/memory")[0]
+    device = api.memory()
     return sum(it["in_use"] + it["swapped"] for it in device["tenants"]) - (device["total"] - device["occupied"])
 
 

@@ -129,7 +129,7 @@ def device(mode: Mode, count: int) -> tuple[int, int]:
         memory = Nvml().memory()
         return memory.total - CONTEXT, memory.used
     api = kv.Api(mode)
-    one, tenants = api.ask("GET", "/v1/devices")[0], api.ask("GET", "/v1/tenants")
+    one, tenants = api.device(), api.ask("GET", "/v1/tenants")
     return one["memory_guaranteeable"] - count * one["context_bytes"], sum(it["in_use"] for tenant in tenants for it in tenant["memory"][:1])
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import unittest
@@ -73,10 +74,13 @@ class Values(unittest.TestCase):
             shift.rest(100 * gib, 95 * gib, 10 * gib, "elastic", 2)
 
     def test_accounting_of_gpumux_is_asked_where_it_counts(self) -> None:
-        answers = {"/v1/devices": [{"memory_guaranteeable": 1000, "context_bytes": 30}], "/v1/tenants": [{"memory": [{"in_use": 7}]}, {"memory": []}]}
-        mode = shift.engines.mode_of("elastic", Path("x"))
-        with mock.patch.object(shift.kv, "Api", lambda _mode: SimpleNamespace(ask=lambda _method, path: answers[path])):
-            self.assertEqual(shift.device(mode, 3), (910, 7))
+        devices = [{"uuid": f"GPU-{at}", "index": at, "memory_guaranteeable": 1000 + at, "context_bytes": 30} for at in range(2)]
+        answers = {"/v1/devices": devices, "/v1/tenants": [{"memory": [{"in_use": 7}]}, {"memory": []}]}
+        mode = mock.MagicMock(spec=common.Gpumux, folder=Path("x"))
+        with mock.patch.object(shift.kv.Api, "ask", lambda _self, _method, path: answers[path]):
+            for seen, usable in (("", 910), ("1", 911), ("GPU-1", 911), ("GPU-0", 910)):
+                with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": seen}):
+                    self.assertEqual(shift.device(mode, 3), (usable, 7))
 
 
 class Fake:
