@@ -79,8 +79,8 @@ pub struct DomainState {
     /// How long its requests take lately, each from its first piece of work to the end of the wait for all of it; none if it has not waited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request: Option<Micros>,
-    /// The part of the time between the last two looks at which it had waited for all of its work, in which it had some. The program writes
-    /// that: not to be trusted.
+    /// The part of the time in which it had work lately, up to the last look at which it had waited for all of it. The program writes that: not to
+    /// be trusted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worked: Option<f64>,
     /// Device time it has received so far (see [`crate::Accounts`]). Never falls.

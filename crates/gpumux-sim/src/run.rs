@@ -164,6 +164,10 @@ struct Place {
     base: Nanos,
     base_preemptions: u64,
     progressed: Nanos,
+    /// How long it had no work since the last tick. Pauses that are too short to be seen are counted instead: in each the device switches to
+    /// another, and back.
+    paused: Nanos,
+    left: u64,
     /// How far its service lags behind the share of its bound, and did at most, in ns.
     lag: f64,
     worst_lag: f64,

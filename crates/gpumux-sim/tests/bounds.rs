@@ -25,6 +25,8 @@ struct Mixed {
     pause_us: f64,
     /// Requests that it has outstanding at once: with one, it leaves the rest of its timeslice at the end of each.
     depth: u32,
+    /// Instead of all that, of latency tenants: requests of 1 ms and longer come at random, and need so much of the device. It switches twice for each.
+    load: Option<f64>,
 }
 
 fn mixed() -> impl Strategy<Value = Mixed> {
@@ -37,17 +39,22 @@ fn mixed() -> impl Strategy<Value = Mixed> {
     (
         (class, 0..3u8, guaranteed, limit),
         (0.25..4.0f64, kernel, pause, 2..=4u32),
+        prop_oneof![4 => Just(None), 1 => (0.02..0.6f64).prop_map(Some)],
     )
         .prop_map(
-            |((class, user, guaranteed, limit), (weight, kernel_us, pause_us, depth))| Mixed {
-                class,
-                user,
-                guaranteed,
-                limit,
-                weight,
-                kernel_us,
-                pause_us,
-                depth,
+            |((class, user, guaranteed, limit), (weight, kernel_us, pause_us, depth), load)| {
+                let load = load.filter(|_| class == Class::Latency);
+                Mixed {
+                    class,
+                    user,
+                    guaranteed,
+                    limit,
+                    weight,
+                    kernel_us: load.map_or(kernel_us, |_| f64::max(kernel_us, 1_000.0)),
+                    pause_us,
+                    depth,
+                    load,
+                }
             },
         )
 }
@@ -58,12 +65,19 @@ fn scenario(tenants: &[Mixed]) -> Scenario {
     for (at, it) in tenants.iter().enumerate() {
         let guaranteed = (0.7 * it.guaranteed / sum.max(1.0) * 1e3).floor() / 1e3;
         let limit = it.limit.max(guaranteed);
+        let arrival = match it.load {
+            Some(load) => format!("kind = \"poisson\", rate = {}", 1e6 * load / it.kernel_us),
+            None => format!(
+                "kind = \"closed\", depth = {}, think_us = {}, think_cv = 0.2",
+                it.depth, it.pause_us
+            ),
+        };
         let _ = writeln!(
             text,
             "[[tenant]]\nname = \"{at}\"\nclass = \"{}\"\nuser = \"{}\"\nguaranteed = {guaranteed}\nlimit = {limit}\nweight = {}\n\
-             arrival = {{ kind = \"closed\", depth = {}, think_us = {}, think_cv = 0.2 }}\n\
+             arrival = {{ {arrival} }}\n\
              work = {{ kind = \"kernels\", kernel_us = {}, cv = 0.2 }}",
-            it.class, it.user, it.weight, it.depth, it.pause_us, it.kernel_us
+            it.class, it.user, it.weight, it.kernel_us
         );
     }
     Scenario::from_toml(&text).expect("sound")
@@ -79,7 +93,7 @@ fn count(tenants: &[Mixed]) {
         tenants.len(),
         of(&|it| it.guaranteed > 0.0),
         of(&|it| it.limit < 1.0),
-        of(&|it| it.pause_us > 0.0),
+        of(&|it| it.pause_us > 0.0 || it.load.is_some()),
     ];
     for (all, more) in PLAYED.iter().zip(more) {
         all.fetch_add(more, Ordering::Relaxed);
@@ -103,7 +117,7 @@ proptest! {
         let report = play(&tenants);
         let used = report.devices[0].used.max(0.05);
         // Shares shrink when another's pause ends. Then a tenant pays back what it was ahead: a quantum, or a burst.
-        let pauses = tenants.iter().any(|it| it.pause_us > 0.0);
+        let pauses = tenants.iter().any(|it| it.pause_us > 0.0 || it.load.is_some());
         let latency = tenants.iter().filter(|it| it.class == Class::Latency);
         let debt = match (pauses, latency.count()) {
             (false, _) => 0.0,
@@ -117,8 +131,15 @@ proptest! {
             let bound = tenant.bound.expect("one device and a policy");
             prop_assert!(bound.share >= tenant.guaranteed - 0.005, "{tenant:?}");
             let lag = bound.worst_lag_ms.unwrap_or(0.0);
-            // What one that pauses leaves of its own quantum or timeslice counts as received.
-            prop_assert!(mixed.pause_us > 0.0 || lag <= bound.lag_ms + debt, "{tenant:?}");
+            // One that pauses leaves the rest of its timeslice or quantum each time.
+            let leaves = mixed.pause_us > 0.0 || mixed.load.is_some();
+            prop_assert!(leaves || lag <= bound.lag_ms + debt, "{mixed:?} {tenant:?}");
+            // A server that needs clearly less than its share has no backlog.
+            let switches = 2.0 * Costs::default().switch.0 as f64 / mixed.kernel_us;
+            let needs = mixed.load.map(|load| load * (1.0 + switches));
+            if let (Some(latency), true) = (tenant.latency, needs < Some(0.6 * bound.share)) {
+                prop_assert!(mixed.load.is_none() || latency.p50_ms <= bound.wait_ms, "{mixed:?} {tenant:?}");
+            }
             // In the time that the device works, observed every 5 ms.
             let wait = (bound.wait_ms + debt / bound.share) / used + 10.0;
             prop_assert!(tenant.longest_wait_ms <= wait, "at most {wait}: {tenant:?}");

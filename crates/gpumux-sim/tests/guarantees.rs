@@ -1,15 +1,19 @@
 //! Guarantees of random mixes of tenants, kept on the hardware model with all delays and costs.
 
-use gpumux_core::{Class, policy};
+use gpumux_core::{
+    Class,
+    policy::{self, Tuning},
+};
 use gpumux_sim::{Arrival, Mode, Scenario, Work, run};
 use proptest::prelude::*;
 
+/// So many are measured.
+const SECONDS: f64 = 10.0;
+
 /// A device on which all tenants always have work.
-fn saturated(tenants: &[(Class, f64)], policy: &str, window_s: f64) -> Scenario {
-    let mut text = format!(
-        "seconds = {}\nwarmup_s = {window_s}\nwindow_s = {window_s}\npolicy = \"{policy}\"\n",
-        6.0 * window_s + 0.1
-    );
+fn saturated(tenants: &[(Class, f64)], policy: &str) -> Scenario {
+    let seconds = SECONDS + 1.1;
+    let mut text = format!("seconds = {seconds}\nmodes = [\"gpumux\"]\npolicy = \"{policy}\"\n");
     for (at, (class, guaranteed)) in tenants.iter().enumerate() {
         text += &format!(
             "[[tenant]]\nname = \"{at}\"\nclass = \"{class}\"\nguaranteed = {guaranteed}\n\
@@ -20,14 +24,10 @@ fn saturated(tenants: &[(Class, f64)], policy: &str, window_s: f64) -> Scenario 
     Scenario::from_toml(&text).expect("sound")
 }
 
-/// Two to four tenants that are guaranteed the whole device. At most one latency tenant: what several that always
-/// have work get is bounded, but less exact.
+/// Two to four tenants that are guaranteed the whole device.
 fn mixes() -> impl Strategy<Value = Vec<(Class, f64)>> {
     let class = prop::sample::select(Class::ALL.to_vec());
     prop::collection::vec((class, 0.1..1.0f64), 2..5).prop_map(|mut tenants| {
-        for (class, _) in tenants.iter_mut().skip(1) {
-            *class = (*class).max(Class::Standard);
-        }
         let sum: f64 = tenants.iter().map(|(_, share)| share).sum();
         for (_, share) in &mut tenants {
             *share = (*share / sum * 1000.0).floor() / 1000.0;
@@ -36,55 +36,32 @@ fn mixes() -> impl Strategy<Value = Vec<(Class, f64)>> {
     })
 }
 
-/// The time in which each tenant has had its budget and its turn, and the length of a turn per share: 100 ms, and if there are
-/// several in the back row 50 ms for each, in the part of the device that the back row gets.
-fn period_and_turn(tenants: &[(Class, f64)]) -> (f64, f64) {
-    let top = tenants.iter().map(|(class, _)| *class).min();
-    let back = tenants.iter().filter(|(class, _)| Some(*class) != top);
-    let shares: Vec<f64> = back.map(|(_, share)| *share).collect();
-    let sum: f64 = shares.iter().sum();
-    let all = shares.len() as f64 * 0.0514;
-    match shares.len() {
-        0 | 1 => (0.1, 0.0),
-        _ => (0.1 + all / sum, all / sum),
-    }
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
 
-    /// On the whole every guarantee is kept within 1% but for a turn at the edge. In a window of ten periods, which begins and ends
-    /// anywhere, it is so but for a turn and 1.5% of the device.
+    /// Over all, and in each second, it has what it was guaranteed but for the lag that its bound allows, and half a percent of the device.
     #[test]
-    fn guarantees_are_kept_over_any_ten_periods(
+    fn guarantees_are_kept_in_each_second(
         tenants in mixes(),
         policy in prop::sample::select(policy::NAMES.to_vec()),
     ) {
-        let (period, turn) = period_and_turn(&tenants);
-        let window = (10.0 * period / 0.005).ceil() * 0.005;
-        let report = run(&saturated(&tenants, policy, window)).expect("sound");
+        let report = run(&saturated(&tenants, policy)).expect("sound");
         for tenant in &report.modes[0].tenants {
-            let devices = &report.modes[0].devices;
-            let edge = turn * tenant.guaranteed / window;
-            prop_assert!(
-                tenant.received_of_used >= tenant.guaranteed * 0.99 - 0.001 - edge / 5.0,
-                "{tenant:?} with {devices:?}"
-            );
-            prop_assert!(
-                tenant.window_min >= tenant.guaranteed - 0.015 - edge,
-                "{tenant:?} in windows of {window} s with {devices:?}"
-            );
+            let bound = tenant.bound.expect("one device and a policy");
+            let all = tenant.received_of_used * SECONDS + bound.lag_ms / 1e3;
+            prop_assert!(all >= (tenant.guaranteed - 0.005) * SECONDS, "{tenant:?}");
+            let second = tenant.window_min + bound.lag_ms / 1e3;
+            prop_assert!(second >= tenant.guaranteed - 0.005, "{tenant:?}");
         }
     }
 
-    /// Beside others with guarantees, no tenant with work waits longer than a period of its own
-    /// share: the turns of the others, as long as it takes until it is owed one.
+    /// Beside a latency tenant whose requests come at random moments.
     #[test]
     fn no_tenant_waits_longer_than_its_bound(
         tenants in mixes(),
         policy in prop::sample::select(policy::NAMES.to_vec()),
     ) {
-        let mut scenario = saturated(&tenants, policy, 1.0);
+        let mut scenario = saturated(&tenants, policy);
         for tenant in &mut scenario.tenants {
             if tenant.class == Class::Latency {
                 tenant.arrival = Arrival::Poisson { rate: 40.0 };
@@ -93,12 +70,14 @@ proptest! {
                 };
             }
         }
-        scenario.modes = vec![Mode::Gpumux];
-        scenario.seconds = 10.0;
         let report = run(&scenario).expect("sound");
+        let used = report.modes[0].devices[0].used.max(0.05);
+        // What it was ahead when another's pause ends is paid back first.
+        let period = Tuning::default().period.0 as f64 / 1e3;
         for tenant in &report.modes[0].tenants {
-            let bound = 1e3 * 4.0 * 0.0514 * tenants.len() as f64 / tenant.guaranteed.max(0.05);
-            prop_assert!(tenant.longest_wait_ms <= bound, "{tenant:?}, at most {bound}");
+            let bound = tenant.bound.expect("one device and a policy");
+            let most = (bound.wait_ms + period / bound.share) / used + 10.0;
+            prop_assert!(tenant.longest_wait_ms <= most, "{tenant:?}, at most {most}");
         }
     }
 }

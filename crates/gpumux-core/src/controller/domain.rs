@@ -22,6 +22,9 @@ pub const TICK: Micros = Micros::from_millis(1);
 /// How long a domain without work still counts as one that competes: many pause between pieces of work.
 const LINGERS: Micros = Micros::from_secs(1);
 
+/// Over so long it is averaged how much of the time its program says that it had work.
+const WORKED: Micros = Micros::from_millis(50);
+
 /// A domain that may run and stands still is let run again: after this at first, and at most, doubled each time.
 const STANDS: (Micros, Micros) = (Micros::from_secs(2), Micros::from_secs(16));
 
@@ -152,8 +155,11 @@ impl Domain {
             let request = kept * before + (1.0 - kept) * mean as f64;
             self.state.request = Some(Micros(request as u64));
             let time = now.saturating_sub(std::mem::replace(&mut self.waited, now));
-            let part = more.busy.0 as f64 / time.0.max(1) as f64;
-            self.state.worked = Some(part.min(1.0));
+            let part = (more.busy.0 as f64 / time.0.max(1) as f64).min(1.0);
+            // Two looks may be a request apart, and what it was in between is no measure.
+            let kept = (-(time.0 as f64) / WORKED.0 as f64).exp();
+            let before = self.state.worked.unwrap_or(part);
+            self.state.worked = Some(kept * before + (1.0 - kept) * part);
         }
     }
 

@@ -221,12 +221,15 @@ impl<'a> Stage<'a> {
             let (actor, track) = (&self.cast[index], self.memory.domains[index]);
             let latency = actor.class() == Class::Latency;
             let looked_at = look.is_some_and(|(id, _)| id == actor.domain.id);
+            let little = self.worked_little(actor, -track.lag);
             // One that ran ahead and pauses stays over its budget: it would have the device at each return, until that is seen.
             let exhausted = !looked_at
                 && self.is_contested(actor)
                 && self.must_wait(track.exhausted, -track.lag, actor.share)
-                && !self.worked_little(actor, -track.lag);
-            let hogs = actor.domain.demand_since + self.tuning.hog;
+                && !little;
+            let believed = if little { self.burst(actor.share) } else { 0.0 };
+            let hog = self.tuning.hog.max(Micros(believed.ceil() as u64));
+            let hogs = actor.domain.demand_since + hog;
             // Those that seem to take what they can get do not take it from one that is looked at.
             let waits = look.is_some() && track.greedy.is_some();
             let unknown = actor.domain.demand == Demand::Unknown;
@@ -271,15 +274,11 @@ impl<'a> Stage<'a> {
     }
 
     /// The timeslices, where latency domains contend that all take what they can get, so that none has short requests for which the device must be taken from the
-    /// others at once. Timeslices divide it among them: one uses the gaps of the other, and none waits for whole quanta. Nothing but these keeps the
-    /// shares then, so all of them must be such that they can. The owner has the shares of all that rotate.
+    /// others at once. Timeslices divide it among them: one uses the gaps of the other, and none waits for whole quanta. One that leaves its own early, as a
+    /// program that waits for each request, gets less than its share: so only where no one was promised more than equal parts. The owner has the shares of all that rotate.
     fn together(&mut self) -> Option<Vec<Timeslice>> {
         let is_latency = |actor: &Actor| actor.class() == Class::Latency;
-        let limited = self
-            .cast
-            .iter()
-            .any(|it| is_latency(it) && it.claim.limit < 1.0);
-        if !self.several() || limited || !self.snapshot.gangs.is_empty() {
+        if !self.several() || self.is_promised() || !self.snapshot.gangs.is_empty() {
             return None;
         }
         let shares = self.shares_lately();
@@ -322,6 +321,17 @@ impl<'a> Stage<'a> {
         let share = |(actor, share): (&Actor, f64)| if is_latency(actor) { share } else { others };
         let shares = self.cast.iter().zip(shares).map(share);
         Some(shares.map(|share| timeslice(share * round)).collect())
+    }
+
+    /// Whether one of those that had work lately was promised a part of the device: by a guarantee, a limit or a weight, or since it is another user's.
+    fn is_promised(&self) -> bool {
+        let mut lately = self.cast.iter().filter(|it| self.lately(it));
+        let Some(first) = lately.next() else {
+            return false;
+        };
+        let equal = |it: &Actor| (it.user, it.claim.weight) == (first.user, first.claim.weight);
+        let bound = |it: &Actor| it.claim.guaranteed > 0.0 || it.claim.limit < 1.0;
+        bound(first) || lately.any(|it| bound(it) || !equal(it))
     }
 
     /// A round of timeslices that are the driver's own on average: longer ones cost fewer switches, but a program that waits for its own waits longer. None

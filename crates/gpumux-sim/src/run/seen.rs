@@ -26,6 +26,7 @@ impl Simulation<'_> {
     /// The number of a place's outstanding requests changes.
     pub(super) fn outstanding(&mut self, tenant: usize, place: usize, by: isize) {
         let (now, warmup) = (self.now, self.warmup);
+        let delay = self.scenario.demand_delay_us * 1000;
         let player = &mut self.players[tenant];
         let state = &mut player.places[place];
         let before = state.outstanding;
@@ -49,6 +50,10 @@ impl Simulation<'_> {
             }
             false => {
                 state.progressed = now;
+                match now - state.changed >= delay {
+                    true => state.paused += (now - state.changed).min(now % TICK),
+                    false => state.left += 1,
+                }
                 used.outstanding += 1;
                 if let Some(daemon) = &mut self.daemon {
                     daemon.came(now, state.id);
@@ -115,6 +120,7 @@ impl Simulation<'_> {
         let (tuning, costs) = (&self.scenario.tuning, &self.scenario.costs);
         let kinds = self.scenario.tenants.iter().map(|it| (&it.user, it.class));
         let quantum = 1e3 * tuning.quantum(costs, kinds);
+        let delay = self.scenario.demand_delay_us * 1000;
         for tenant in 0..self.players.len() {
             let player = &mut self.players[tenant];
             if player.gone {
@@ -128,20 +134,20 @@ impl Simulation<'_> {
                     let gained = (busy - place.seen) as f64;
                     let available = used[place.device] - self.used[place.device].seen;
                     let since = self.now.saturating_sub(place.changed);
-                    let whole = place.outstanding > 0 && since >= TICK;
-                    let due = if whole {
-                        bound.share * available as f64
-                    } else {
-                        0.0
-                    };
+                    let mut paused = std::mem::take(&mut place.paused);
+                    if place.outstanding == 0 && since >= delay {
+                        paused += since.min(TICK);
+                    }
+                    let left = std::mem::take(&mut place.left) * 2 * costs.switch.0 * 1_000;
+                    let worked = 1.0 - ((paused + left) as f64 / TICK as f64).min(1.0);
+                    let due = worked * bound.share * available as f64;
                     let goes_on = place.outstanding > 0 || since <= GRACE;
                     let counts = goes_on && !place.swapped_out && self.now > self.warmup;
                     let lag = (place.lag + due - gained).max(0.0);
-                    place.lag = match (counts, whole) {
+                    place.lag = match (counts, paused) {
                         (false, _) => 0.0,
-                        (true, true) => lag,
-                        // It paused since the last tick.
-                        (true, false) => lag.min(quantum),
+                        (true, 0) => lag,
+                        (true, _) => lag.min(quantum),
                     };
                     place.worst_lag = place.worst_lag.max(place.lag);
                 }

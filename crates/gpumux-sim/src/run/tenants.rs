@@ -41,6 +41,8 @@ impl Simulation<'_> {
                 base: 0,
                 base_preemptions: 0,
                 progressed: self.now,
+                paused: 0,
+                left: 0,
                 lag: 0.0,
                 worst_lag: 0.0,
                 whole_window: false,

@@ -214,3 +214,20 @@ fn launch_bound_program_that_pauses_leaves_others_the_device() {
         assert!(beside <= 1.1 * alone, "{pause_us}: {beside} of {alone} µs");
     }
 }
+
+/// Several latency tenants that always have work share by timeslices, unless someone was promised more than that keeps: a guarantee, a part of the
+/// device for each user, a weight.
+#[test]
+fn promises_hold_beside_several_busy_latency_tenants() {
+    for name in ["server-beside-anothers-latency", "server-beside-latency"] {
+        let report = managed(name, 61.0, |_| ());
+        let serve = tenant(&report, "serve");
+        assert!(p50_us(&report, "serve") <= 5_000.0, "{name}: {serve:?}");
+        assert!(serve.rate >= 99.0, "{name}: all are served: {serve:?}");
+    }
+    let report = managed("guarantees-beside-latency", 61.0, |_| ());
+    for (name, weight) in [("latency-1", 1.0), ("latency-2", 0.03)] {
+        let got = tenant(&report, name).received_of_used;
+        assert!((got - 0.3 * weight / 1.03).abs() <= 0.01, "{name}: {got}");
+    }
+}
