@@ -7,7 +7,7 @@ Python code on `gpumux.compat.kvcached`), `kvcached-layers` (its native module, 
 
 `tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
 is left with less than its requests use. Modes `stock`, `elastic`. Values: `equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made
-other batches, whose rounding differs); `taken_free`, `taken_cached` and `taken_in_use`, granules taken from the engine by the state of their pages, as the engine's library counts them;
+other batches, whose rounding differs; SGLang's are not seen: each round in which it was refused memory); `taken_free`, `taken_cached` and `taken_in_use`, granules taken from the engine by the state of their pages, as the engine's library counts them;
 `moves` of the engine's memory to the host and their `moved_gib`; `takes` of the other tenant, and `takes_refused`. A request with other tokens in a round that counts fails the cell, and so does a run in which
 no granule in use was taken.
 
