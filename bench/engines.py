@@ -1,4 +1,4 @@
-"""Real vLLM with an elastic KV cache (`gpumux.vllm`), beside vLLM as it is, with random weights.
+"""Real vLLM with an elastic KV cache (`gpumux.vllm`), beside vLLM as it is, with random weights; or with `--library sglang` SGLang (`gpumux.sglang`).
 
 `saturation`: `--requests` requests at once, of 128 tokens, which make 128. `rate-8`, `rate-16`, `rate-32`: so many requests a second for 4 s, at random moments, of 512 tokens, which make 64. The engines of all modes
 are there, and take turns in rounds. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`, and where asked for `kvcached` (with its native module, without gpumux) and `kvcached-gpumux` (its
@@ -7,7 +7,7 @@ Python code on `gpumux.compat.kvcached`), `kvcached-layers` (its native module, 
 
 `tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
 is left with less than its requests use. Modes `stock`, `elastic`. Values: `equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made
-other batches, whose rounding differs); `taken_free`, `taken_cached` and `taken_in_use`, granules taken from the engine by the state of their pages, as the engine's library counts them;
+other batches, whose rounding differs; SGLang's are not seen: each round in which it was refused memory); `taken_free`, `taken_cached` and `taken_in_use`, granules taken from the engine by the state of their pages, as the engine's library counts them;
 `moves` of the engine's memory to the host and their `moved_gib`; `takes` of the other tenant, and `takes_refused`. A request with other tokens in a round that counts fails the cell, and so does a run in which
 no granule in use was taken.
 
@@ -62,6 +62,9 @@ GRAPHS: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64]},
 }  # fmt: skip
 SHAPES = {"1b": LLAMA_3_1B, "3b": LLAMA_3_3B, "8b": serve.LLAMA_3_8B}
+# The same of SGLang.
+SGLANG: dict[str, Any] = {"sampling_backend": "pytorch", "disable_prefill_cuda_graph": True, "max_running_requests": 256}
+ATTENTION = {"vllm": "TRITON_ATTN", "sglang": "triton"}
 KVCACHED_ENVIRONMENT = {"ENABLE_KVCACHED": "true", "KVCACHED_GPU_UTILIZATION": "0.99", "KVCACHED_LOG_LEVEL": "INFO"}
 # kvcached's installation adds a file that Python reads at its start: `site` does the same for a folder of PYTHONPATH.
 LAUNCH = (
@@ -131,7 +134,7 @@ def check(mode: str, worker: Worker) -> None:
 def check_graphs(worker: Worker, answer: dict[str, Any], options: argparse.Namespace) -> None:
     """Raises BenchError where an engine that answers so does not decode by graphs although it should."""
     if options.graphs and not options.stand_in and answer["graphs"] != GRAPHS["compilation_config"]["cudagraph_mode"]:
-        raise BenchError(f"vLLM has CUDA graphs {answer['graphs']}, and not of its decoding steps: see {worker.log}")
+        raise BenchError(f"the engine has CUDA graphs {answer['graphs']}, and not of its decoding steps: see {worker.log}")
 
 
 def prepare(logs: Path, shape: dict[str, Any]) -> Path:
@@ -149,6 +152,16 @@ def one_runner(modes: Sequence[str]) -> None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
+def of_sglang(given: dict[str, Any], model: Path) -> dict[str, Any]:
+    """Arguments of SGLang that mean what these mean to vLLM. It counts its cache in tokens."""
+    shape = json.loads((model / "config.json").read_text())
+    head = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
+    token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
+    made = SGLANG | {"attention_backend": given["attention_backend"], "disable_radix_cache": not given.get("enable_prefix_caching", True)}
+    made |= {"disable_cuda_graph": True} if given["enforce_eager"] else {"cuda_graph_bs_decode": given["compilation_config"]["cudagraph_capture_sizes"]}
+    return made | ({"max_total_tokens": given["kv_cache_memory_bytes"] // token} if "kv_cache_memory_bytes" in given else {})
+
+
 def engine(
     mode: Mode, name: str, options: argparse.Namespace, *flags: str, klass: str = "latency", elastic: bool | None = None, context: int = 4096, **more: Any
 ) -> Worker:
@@ -156,9 +169,12 @@ def engine(
     arguments = {"attention_backend": options.attention} | (GRAPHS if options.graphs else {"enforce_eager": True}) | more
     if options.ranks > 1:
         arguments |= {"tensor_parallel_size": options.ranks, "distributed_executor_backend": "mp"}
-    if mode.name == "elastic" if elastic is None else elastic:
+    elastic = mode.name == "elastic" if elastic is None else elastic
+    if elastic:
         arguments |= {"distributed_executor_backend": "gpumux.vllm.Executor"} if options.ranks > 1 else {"worker_cls": "gpumux.vllm.Worker"}
     memory = arguments.pop("memory", options.memory)
+    if options.library == "sglang":
+        arguments, flags = of_sglang(arguments, options.model), (*flags, "--library", "sglang", *(["--elastic"] if elastic else []))
     given = [str(options.model), "--memory", str(memory), "--context", str(context), "--engine", json.dumps(arguments), *flags]
     return Worker(name, given + (["--library", "stand-in"] if options.stand_in else []), mode, klass, program(mode.name))
 
@@ -437,12 +453,16 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=64, help="tokens that a request of `tokens` makes [%(default)s]")
     parser.add_argument("--memory", type=float, default=0.5, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--cache", default="16GiB", help="of addresses for the KV cache [%(default)s]")
-    parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
+    parser.add_argument("--library", choices=ATTENTION, default="vllm", help="the engine [%(default)s]")
+    parser.add_argument("--attention", help=f"the engine's attention backend [{', '.join(ATTENTION.values())}]")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="decode by CUDA graphs")
     parser.add_argument("--room", default="1GiB", help="of `tokens`, beside what the engine has [%(default)s]")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of an engine, by vLLM's tensor parallelism [%(default)s]")
     parser.add_argument("--stand-in", action="store_true", help="another engine in vLLM's place, also on the emulated device")
     options = parser.parse_args()
+    if options.library == "sglang" and (options.ranks > 1 or not {*options.modes} <= {*PLAIN}):
+        parser.error(f"SGLang has one GPU here, and the modes {', '.join(PLAIN)}")
+    options.attention = options.attention or ATTENTION[options.library]
     logs = common.begin(options)
     options.cases = options.cases or ["saturation", "tokens", "idle", *(STARTS[:1] if options.quick else STARTS)]
     options.seconds = options.seconds or (20.0 if options.quick else 60.0)

@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--memory", type=float, default=0.2, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds for all [%(default)s]")
-    parser.set_defaults(graphs=False, stand_in=False, ranks=1)
+    parser.set_defaults(graphs=False, stand_in=False, ranks=1, library="vllm")
     options = parser.parse_args()
     logs = common.begin(options)
     options.seconds /= 4 if options.quick else 1

@@ -7,6 +7,8 @@ their tokens), `busy()`, `drop(names)`, `preempted()` and `state()`.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import faulthandler
 import gc
 import json
@@ -14,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 
-LIBRARIES = ["vllm", "transformers", "stand-in"]
+LIBRARIES = ["vllm", "sglang", "transformers", "stand-in"]
+COLD = "GPUMUX_BENCH_COLD"
 
 
 def prompt_of(name: str, length: int) -> list[int]:
@@ -173,13 +177,127 @@ class Transformers:
             self.manager.cancel_request(name)
 
 
+def plugin() -> None:
+    """In each process of SGLang's: its scheduler also tells what is asked of an engine."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", told, HookType.AFTER)
+
+
+def told(answer: Any, scheduler: Any, *_: Any) -> None:
+    """Whether decoding steps are CUDA graphs, and what became of an elastic cache; with `COLD` its pages move before other memory from then on."""
+    runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
+    found: dict[str, Any] = {"graphs": "FULL_DECODE_ONLY" if "Graph" in type(runner).__name__ else "NONE"}
+    if cache := getattr(scheduler, "gpumux", None):
+        import gpumux
+
+        if os.environ.get(COLD):
+            gpumux.advise(cache.range.address, cache.range.header.bytes, gpumux.COLD)
+        found |= {"refused": cache.slots.refused, "committed": cache.range.committed(), **cache.range.losses()}
+    answer.internal_state["bench"] = found
+
+
+class Sglang:
+    """SGLang with random weights. Its scheduler is a process of its own; what is for its tokens runs in this one during a step."""
+
+    WAIT_S = 0.002  # for tokens, before requests that have come meanwhile are added
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        # Its plugins are those of installed packages, and it hands the path on to its processes.
+        self.installed = tempfile.TemporaryDirectory()
+        package = Path(self.installed.name, "bench-0.dist-info")
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: bench\nVersion: 0\n")
+        (package / "entry_points.txt").write_text("[sglang.srt.plugins]\ngpumux = gpumux.sglang:plugin\nbench = serve_worker:plugin\n")
+        sys.path.insert(0, str(package.parent))
+        os.environ |= ({"GPUMUX_KV": "elastic"} if options.elastic else {}) | ({COLD: "1"} if options.cold else {})
+        import sglang
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        self.request = GenerateReqInput
+        self.engine = sglang.Engine(
+            model_path=options.model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            mem_fraction_static=options.memory,
+            context_length=options.context,
+            log_level="info",
+            **options.engine,
+        )
+        self.loop, self.came = self.engine.loop, asyncio.Event()
+        self.new, self.tasks = list[tuple[str, list[int], int, str | None]](), set[asyncio.Task[None]]()
+        self.open, self.again, self.last = set[str](), dict[str, int](), dict[str, Sequence[int]]()
+        if options.cold:
+            self.state()
+
+    def add(self, name: str, prompt: Sequence[int], output: int, salt: str | None = None) -> None:
+        """A request, which makes exactly so many tokens; the prefix cache serves only requests of the same salt."""
+        self.new.append((name, list(prompt), output, salt))
+        self.open.add(name)
+        self.again[name] = 0
+
+    def step(self) -> list[tuple[str, int]]:
+        """The tokens that have come, or none after a short while."""
+        self.last = {}
+        self.loop.run_until_complete(self._step())
+        return [(name, len(made)) for name, made in self.last.items()]
+
+    async def _step(self) -> None:
+        if self.new:
+            # In one message: the scheduler makes the same batches of the same requests.
+            names, prompts, outputs, salts = map(list, zip(*self.new, strict=True))
+            sampling = [{"max_new_tokens": it, "ignore_eos": True, "temperature": 0.0} for it in outputs]
+            self.new = []
+            asked = self.request(input_ids=prompts, sampling_params=sampling, rid=names, extra_key=salts, stream=True)
+            self.tasks.add(asyncio.create_task(self._follow(asked)))
+        if not self.came.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.came.wait(), self.WAIT_S)
+        self.came.clear()
+        for task in [it for it in self.tasks if it.done()]:
+            self.tasks.remove(task)
+            task.result()
+
+    async def _follow(self, asked: Any) -> None:
+        async for found in self.engine.tokenizer_manager.generate_request(asked, None):
+            about = found["meta_info"]
+            name, end = about["id"], about["finish_reason"]
+            if name not in self.open:
+                continue  # it was dropped
+            if end and end["type"] != "length":
+                raise RuntimeError(f"SGLang: {end}")
+            self.last[name], self.again[name] = found["output_ids"], about.get("num_retractions") or 0
+            if end:
+                self.open.remove(name)
+            self.came.set()
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self.open)
+
+    def preempted(self) -> int:
+        """How often requests were preempted since they were added."""
+        return sum(self.again.values())
+
+    def state(self) -> dict[str, Any]:
+        """Of which steps it has CUDA graphs, and what became of an elastic cache."""
+        found: dict[str, Any] = self.engine.get_server_info()["internal_states"][0]["bench"]
+        return found
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets requests."""
+        for name in names:
+            self.open.discard(name)
+            self.engine.tokenizer_manager.abort_request(name)
+
+
 def engine_of(options: argparse.Namespace) -> Any:
     """The engine of a library."""
     if options.library == "stand-in":
         from standin import StandIn
 
         return StandIn(options)
-    return {"vllm": Vllm, "transformers": Transformers}[options.library](options)
+    return {"vllm": Vllm, "sglang": Sglang, "transformers": Transformers}[options.library](options)
 
 
 def greedy(engine: Any, requests: list[list[int]], salt: str | None) -> dict[str, Any]:
@@ -232,7 +350,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.35)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--library", choices=LIBRARIES, default="vllm", help="stand-in: see standin.py [%(default)s]")
-    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM or of ContinuousBatchingConfig, as JSON")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, sglang.Engine or ContinuousBatchingConfig, as JSON")
+    parser.add_argument("--elastic", action="store_true", help="SGLang's KV cache (vLLM's is so by its arguments)")
     parser.add_argument("--cold", action="store_true", help="of an elastic cache, pages in use move before other memory")
     parser.add_argument("--granule", type=int, help="of an elastic cache, in MiB, as near as its blocks allow")
     parser.add_argument("--room", help="socket of what says when it may be awake: see rooms.py")

@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--storm", type=int, default=0, metavar="N", help="requests of each engine, all at the same moment, instead of phases")
     parser.add_argument("--shape", choices=engines.SHAPES, help="Llama 3's by parameters [8b; 1b with --quick]")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="decode by CUDA graphs")
-    parser.set_defaults(stand_in=False, ranks=1)
+    parser.set_defaults(stand_in=False, ranks=1, library="vllm")
     options = parser.parse_args()
     logs = common.begin(options)
     for name, usual, quick in (("engines", 3, 2), ("phase", 20.0, 8.0), ("rounds", 5, 1), ("room", "12GiB", "3GiB"), ("high", 8.0, 12.0)):

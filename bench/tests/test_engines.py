@@ -36,7 +36,7 @@ class Fake:
 
 
 def options(**others: object) -> argparse.Namespace:
-    given = {"left": engines.Budget(100), "seconds": 9.0, "requests": 2, "cache": 1 << 30, "attention": "X", "graphs": False, "memory": 0.5, "model": Path("m"), "stand_in": False, "ranks": 1}
+    given = {"left": engines.Budget(100), "seconds": 9.0, "requests": 2, "cache": 1 << 30, "attention": "X", "graphs": False, "memory": 0.5, "model": Path("m"), "stand_in": False, "ranks": 1, "library": "vllm"}
     return argparse.Namespace(**given | others)
 
 
@@ -173,6 +173,18 @@ class Cells(unittest.TestCase):
         self.assertEqual((stock["tensor_parallel_size"], stock["distributed_executor_backend"]), (2, "mp"))
         self.assertEqual((elastic["tensor_parallel_size"], elastic["distributed_executor_backend"]), (2, "gpumux.vllm.Executor"))
         self.assertNotIn("worker_cls", elastic)
+
+    def test_sglang_has_the_same_cache_in_tokens(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(engines, "Worker") as made:
+            (Path(folder) / "config.json").write_text(json.dumps(engines.serve.LLAMA_3_8B))
+            given = options(library="sglang", model=Path(folder), graphs=True)
+            engines.engine(Mode("elastic", Path(".")), "engine", given, "--cold", kv_cache_memory_bytes=1 << 30, **engines.NO_PREFIXES)
+            engines.engine(Mode("stock", Path(".")), "engine", options(library="sglang", model=Path(folder)))
+        elastic, stock = (call.args[1] for call in made.call_args_list)
+        self.assertEqual((elastic[7:], stock[7:]), (["--cold", "--library", "sglang", "--elastic"], ["--library", "sglang"]))
+        elastic, stock = (json.loads(it[6]) for it in (elastic, stock))
+        self.assertEqual((elastic["max_total_tokens"], elastic["disable_radix_cache"], elastic["cuda_graph_bs_decode"][-1]), (8192, True, 64))
+        self.assertEqual((stock["disable_radix_cache"], stock["disable_cuda_graph"], "max_total_tokens" in stock), (False, True, False))
 
     def test_spent_budget_ends_a_cell(self) -> None:
         with self.assertRaisesRegex(BenchError, "budget"):

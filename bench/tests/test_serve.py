@@ -1,12 +1,15 @@
 """Traces, the replay of requests, and what counts as good, with an engine that is a fake."""
 
 import argparse
+import asyncio
 import contextlib
 import csv
 import datetime
+import importlib.metadata
 import io
 import json
 import queue
+import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -185,6 +188,101 @@ class Transformers(unittest.TestCase):
             self.engine.step()
         with self.assertRaisesRegex(RuntimeError, "takes no request"):
             self.engine.add("b", [5], 3)
+
+
+class Scheduled:
+    """SGLang's engine, and what makes its tokens: for each request of a message one after the other."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.loop, self.tokenizer_manager = options, asyncio.new_event_loop(), self
+        self.asked, self.dropped, self.error = list[Any](), list[str](), ""
+
+    async def generate_request(self, asked: Any, _request: None) -> Any:
+        self.asked.append(asked)
+        for made in range(1, 1 + max(it["max_new_tokens"] for it in asked.sampling_params)):
+            if self.error:
+                yield {"meta_info": {"id": asked.rid[0], "finish_reason": {"type": "abort", "message": self.error}}}
+                return
+            for name, sampling in zip(asked.rid, asked.sampling_params, strict=True):
+                if made <= sampling["max_new_tokens"]:
+                    about = {"id": name, "num_retractions": made // 3, "finish_reason": {} if made < sampling["max_new_tokens"] else {"type": "length"}}
+                    yield {"output_ids": [*range(made)], "meta_info": about}
+            await asyncio.sleep(0.01)
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"internal_states": [{"bench": {"graphs": "NONE"}}]}
+
+    def abort_request(self, name: str) -> None:
+        self.dropped.append(name)
+
+
+class Sglang(unittest.TestCase):
+    def setUp(self) -> None:
+        made = SimpleNamespace(Engine=Scheduled)
+        modules = {"sglang": made, "sglang.srt.managers.io_struct": SimpleNamespace(GenerateReqInput=SimpleNamespace)}
+        self.enterContext(mock.patch.dict("sys.modules", modules))
+        self.enterContext(mock.patch.dict("os.environ"))
+        self.enterContext(mock.patch("sys.path", [*sys.path]))
+        given = argparse.Namespace(library="sglang", model="m", memory=0.5, context=4096, engine={"max_total_tokens": 9}, elastic=True, cold=False)
+        self.engine = serve_worker.engine_of(given)
+        self.addCleanup(self.end)
+
+    def end(self) -> None:
+        self.engine.installed.cleanup()
+        if self.engine.tasks:
+            self.engine.loop.run_until_complete(asyncio.wait(self.engine.tasks))
+        self.engine.loop.close()
+
+    def steps(self) -> list[dict[str, int]]:
+        found = []
+        while self.engine.busy():
+            found += [dict(moved)] if (moved := self.engine.step()) else []
+        return found
+
+    def test_engine_has_its_arguments_and_finds_the_plugins(self) -> None:
+        self.assertEqual((self.engine.engine.options["max_total_tokens"], self.engine.engine.options["context_length"]), (9, 4096))
+        found = {it.name: it.value for it in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+        self.assertEqual(found["gpumux"], "gpumux.sglang:plugin")
+        self.assertIs(importlib.metadata.EntryPoint("bench", found["bench"], "").load(), serve_worker.plugin)
+        self.assertEqual(serve_worker.os.environ["GPUMUX_KV"], "elastic")
+
+    def test_requests_of_one_step_are_one_message(self) -> None:
+        answer = serve_worker.greedy(self.engine, [[5, 2], [4, 3]], "salt")
+        (asked,) = self.engine.engine.asked
+        self.assertEqual((asked.rid, asked.extra_key, [len(it) for it in asked.input_ids]), (["greedy-0", "greedy-1"], ["salt"] * 2, [5, 4]))
+        self.assertEqual((answer["tokens"], answer["preempted"], answer["graphs"]), ([[0, 1], [0, 1, 2]], 1, "NONE"))
+
+    def test_tokens_are_those_so_far(self) -> None:
+        self.engine.add("a", [5, 6], 3)
+        self.engine.add("b", [7], 1)
+        found = self.steps()
+        self.assertEqual([it["a"] for it in found if "a" in it], [1, 2, 3])
+        self.assertEqual([it["b"] for it in found if "b" in it], [1])
+
+    def test_dropped_request_is_cancelled_and_its_late_tokens_do_not_count(self) -> None:
+        self.engine.add("a", [5], 3)
+        self.engine.step()
+        self.engine.drop(["a"])
+        self.assertEqual((self.engine.busy(), self.engine.engine.dropped), (False, ["a"]))
+        self.engine.add("b", [5], 3)
+        self.assertNotIn("a", {name for it in self.steps() for name in it})
+
+    def test_what_breaks_in_the_library_is_an_error(self) -> None:
+        self.engine.engine.error = "out of memory"
+        self.engine.add("a", [5], 3)
+        with self.assertRaisesRegex(RuntimeError, "out of memory"):
+            self.steps()
+
+    def test_scheduler_tells_what_became_of_its_cache(self) -> None:
+        memory = SimpleNamespace(committed=lambda: 5, losses=lambda: {"taken": 3, "taken_cached": 2, "moved": 1})
+        runner = type("DecodeCudaGraphRunner", (), {})()
+        scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(decode_cuda_graph_runner=runner)))
+        answer = SimpleNamespace(internal_state={})
+        serve_worker.told(answer, scheduler, None)
+        self.assertEqual(answer.internal_state["bench"], {"graphs": "FULL_DECODE_ONLY"})
+        scheduler.gpumux = SimpleNamespace(range=memory, slots=SimpleNamespace(refused=4))
+        serve_worker.told(answer, scheduler, None)
+        self.assertEqual(answer.internal_state["bench"], {"graphs": "FULL_DECODE_ONLY", "refused": 4, "committed": 5, **memory.losses()})
 
 
 class Good(unittest.TestCase):
