@@ -137,6 +137,21 @@ def shown_command(argv: Sequence[str]) -> str:
     return shlex.join(words)
 
 
+def head(bench: str, device: str, driver: str) -> dict[str, Any]:
+    """What a results file tells of its call."""
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    return {"bench": bench, "device": device, "driver": driver, "date": date, "commit": commit(), "command": shown_command(sys.argv)}
+
+
+def save(path: Path, data: dict[str, Any]) -> None:
+    """Writes a results file."""
+    check_results(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(path)
+
+
 class Results:
     """One results file, complete after every row."""
 
@@ -145,15 +160,7 @@ class Results:
         self.order = {(case, mode): (a, b) for a, case in enumerate(cases) for b, mode in enumerate(modes)}
         self.path = out / f"{bench}-{slug(device)}.json"
         self.failed: list[str] = []
-        self.data: dict[str, Any] = {
-            "bench": bench,
-            "device": device,
-            "driver": driver,
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "commit": commit(),
-            "command": shown_command(sys.argv),
-            "rows": [],
-        }
+        self.data: dict[str, Any] = head(bench, device, driver) | {"rows": []}
 
     def add(self, case: str, mode: str, values: dict[str, float], around: dict[str, list[float]] | None = None) -> None:
         """Writes one row, with the intervals of its values if there are any, in place of an earlier one of the same cell."""
@@ -169,11 +176,7 @@ class Results:
 
     def write(self) -> None:
         """Writes the file."""
-        check_results(self.data)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.data, indent=1) + "\n")
-        part.replace(self.path)
+        save(self.path, self.data)
 
     @contextlib.contextmanager
     def cell(self, what: str) -> Iterator[None]:

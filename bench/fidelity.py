@@ -123,16 +123,7 @@ def report(args: argparse.Namespace) -> int:
     logs = args.logs or Path(tempfile.mkdtemp(prefix="fidelity-"))
     logs.mkdir(parents=True, exist_ok=True)
     device, driver = common.device_and_driver() if args.real else ("unknown", "emulated")
-    data: dict[str, Any] = {
-        "bench": "fidelity",
-        "device": device,
-        "driver": driver,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": common.commit(),
-        "command": common.shown_command(sys.argv),
-        "rows": [],
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = common.head("fidelity", device, driver) | {"rows": []}
     complete = True
     for group in args.groups:
         timings = logs / "timings.jsonl"
@@ -150,9 +141,8 @@ def report(args: argparse.Namespace) -> int:
         data["rows"] += rows
         complete &= ended and bool(rows)
         data["rows"] = [rounded(row) for row in data["rows"]]
-        common.check_results(data)
         out = args.out / f"fidelity-{common.slug(data['device'])}.json"
-        out.write_text(json.dumps(data, indent=1) + "\n")
+        common.save(out, data)
     tests = [row["values"] for row in data["rows"] if row["case"] == "test"]
     held, skipped = sum(row["ok"] for row in tests), sum(row["skipped"] for row in tests)
     say(f"{held:.0f} of {len(tests)} tests hold, {skipped:.0f} were skipped; {out}; logs in {logs}")

@@ -14,7 +14,6 @@ Modes: `alone`, `none` (gpumux without hints), `auto` (what the library predicts
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 import tempfile
