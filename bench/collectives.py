@@ -78,28 +78,11 @@ GOES_ON_S, STARTS_S = 30.0, 120.0
 HANGS = 3
 
 
-class Flagged(Gpumux):
-    """gpumux where programs of some names have further flags of `gpumux run`."""
+class FewBlocks(Space):
+    """All in one group, and the second job with less of NCCL's thread blocks."""
 
-    def __init__(self, name: str, logs: Path, **flags: Sequence[str]) -> None:
-        super().__init__(name, logs)
-        self.flags = flags
-
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        return super().command(command, name, klass, [*self.flags.get(name, ()), *promise])
-
-
-class Grouped(Space):
-    """gpumux with all in one group, some with further flags, or with less of NCCL's thread blocks."""
-
-    def __init__(self, name: str, logs: Path, ctas: int = 0, **flags: Sequence[str]) -> None:
-        super().__init__(name, logs)
-        self.ctas, self.flags = ctas, flags
-
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        if self.ctas and name == "two":
-            command = ["env", f"NCCL_MAX_CTAS={self.ctas}", *command]
-        return super().command(command, name, klass, [*self.flags.get(name, ()), *promise])
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        return {"NCCL_MAX_CTAS": "4"} if name == "two" else {}
 
 
 def mode(name: str, logs: Path) -> Mode:
@@ -110,15 +93,15 @@ def mode(name: str, logs: Path) -> Mode:
         case "gangs":
             return Gpumux(name, logs)
         case "group":
-            return Grouped(name, logs)
+            return Space(name, logs)
         case "group-ctas":
-            return Grouped(name, logs, ctas=4)
+            return FewBlocks(name, logs)
         case "ranks-per-gpu":
-            return Grouped(name, logs, one=("--ranks-per-gpu", "2"))
+            return Space(name, logs, one=("--ranks-per-gpu", "2"))
         case "group-30" | "group-15":
-            return Grouped(name, logs, triad=("--limit", f"0.{name.removeprefix('group-')}"))
+            return Space(name, logs, triad=("--limit", f"0.{name.removeprefix('group-')}"))
         case "duty-30":
-            return Flagged(name, logs, triad=("--limit", "0.3"))
+            return Gpumux(name, logs, triad=("--limit", "0.3"))
     return peers.mode(name, logs)
 
 

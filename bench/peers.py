@@ -26,7 +26,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,8 +87,8 @@ class Apart(Mode):
         self.other = common.another_gpu()
         return self
 
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        return [*(["env", f"CUDA_VISIBLE_DEVICES={self.other}"] if klass == "batch" else []), *command]
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": self.other} if klass == "batch" else {}
 
 
 class MpsWith(Mps):
@@ -99,8 +98,8 @@ class MpsWith(Mps):
         super().__init__(name, logs)
         self.batch = batch
 
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        return [*(["env", *(f"{k}={v}" for k, v in self.batch.items())] if klass == "batch" else []), *command]
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        return self.batch if klass == "batch" else {}
 
 
 class DriverSlices(Mode):
@@ -164,8 +163,8 @@ class XSched(Mode):
             common.end(XSched.server)
             XSched.server = None
 
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        settings = {
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        return {
             "XSCHED_SCHEDULER": "GLB",
             "XSCHED_AUTO_XQUEUE": "ON",
             "XSCHED_AUTO_XQUEUE_PRIORITY": "1" if klass == "latency" else "0",
@@ -179,7 +178,6 @@ class XSched(Mode):
             "BENCH_PROGRAM": f"{self.name}/{name}",
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(self.root / "lib"), os.environ.get("LD_LIBRARY_PATH", "")])),
         }
-        return ["env", *(f"{k}={v}" for k, v in settings.items()), *command]
 
     def levels(self) -> dict[str, set[int]]:
         """The levels of the queues that the server has of each program of this mode."""
@@ -198,16 +196,11 @@ class XSched(Mode):
         return found
 
     def check(self, names: Sequence[str]) -> None:
-        deadline = time.monotonic() + 5
-        while True:
+        def wrong() -> list[str]:
             found = self.levels()
-            wrong = [f"{name}: {sorted(found.get(name, ()))}" for name in names if found.get(name) != {self.level}]
-            if not wrong:
-                return
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            raise BenchError(f"no queues of level {self.level} alone in XSched's server: {', '.join(wrong)}")
+            return [f"{name}: {sorted(found.get(name, ()))}" for name in names if found.get(name) != {self.level}]
+
+        common.until_none(f"no queues of level {self.level} alone in XSched's server", 5, wrong)
 
 
 class Space(Gpumux):
@@ -216,29 +209,22 @@ class Space(Gpumux):
     GROUP = ("--trust", "bench", "--sharing", "space")
     CLASSES = ("batch",)
 
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
-        group = self.GROUP if klass in self.CLASSES else ()
-        return super().command(command, name, klass, [*group, *promise])
+    def flags(self, name: str, klass: str | None) -> list[str]:
+        return super().flags(name, klass) + ([*self.GROUP] if klass in self.CLASSES else [])
 
     def check(self, names: Sequence[str]) -> None:
         super().check(names)
-        deadline = time.monotonic() + 10
-        while True:
-            own = {self.tenants[name]: name for name in names}
-            found = [tenant for tenant in self.tenants_now() if tenant["name"] in own]
-            wrong = [
+
+        def wrong() -> list[str]:
+            own = {self.tenants[name] for name in names}
+            return [
                 f"{tenant['name']}: {tenant['placement']}, group {domain.get('group')}"
-                for tenant in found
+                for tenant in self.tenants_now()
                 for domain in tenant["domains"]
-                if (tenant["class"] in self.CLASSES) != (domain.get("group") is not None)
+                if tenant["name"] in own and (tenant["class"] in self.CLASSES) != (domain.get("group") is not None)
             ]
-            if not wrong:
-                return
-            if time.monotonic() > deadline:
-                raise BenchError(f"not shared as it should be: {'; '.join(wrong)}")
-            time.sleep(0.2)
+
+        common.until_none("not shared as it should be", 10, wrong)
 
     def __exit__(self, *_: object) -> None:
         # The logs of the groups' servers, to find out why something failed.

@@ -77,11 +77,8 @@ class Equal(Space):
 
     part = 1.0
 
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
-        confined = ("--limit", f"{self.part:.3f}") if klass == "batch" else ()
-        return super().command(command, name, klass, [*confined, *promise])
+    def flags(self, name: str, klass: str | None) -> list[str]:
+        return super().flags(name, klass) + (["--limit", f"{self.part:.3f}"] if klass == "batch" else [])
 
 
 class Utility(Space):
@@ -90,12 +87,8 @@ class Utility(Space):
     points: Sequence[int] = PERCENTAGES
     warm_up: float = WARM_UP_S
 
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
-        kind = name.partition("-")[0]
-        known = ("--fingerprint", kind) if klass == "batch" else ()
-        return super().command(command, name, klass, [*known, *promise])
+    def flags(self, name: str, klass: str | None) -> list[str]:
+        return super().flags(name, klass) + (["--fingerprint", name.partition("-")[0]] if klass == "batch" else [])
 
     def profile_command(self, kind: str, seconds: float) -> list[str]:
         """Measures a kind of job, and has the daemon keep the curve under its name."""
