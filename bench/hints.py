@@ -94,15 +94,6 @@ def ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
             common.end(process, 1.0)
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Waits until a workload has made its ready file."""
-    deadline = time.monotonic() + common.REPLY_S
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise BenchError("a workload did not become ready")
-        time.sleep(0.005)
-
-
 def beside(
     mode: Mode, hints: str, arguments: Sequence[str], seconds: float, job: list[str] | Crew | None
 ) -> dict[str, float]:
@@ -116,10 +107,10 @@ def beside(
                 files = ["--ready-file", str(ready) + "-job", "--start-file", str(begin)]
                 length = ["--seconds", str(seconds)]
                 processes.append(start(mode, "job", "batch", "", [*job, *length, *files]))
-                wait_for(Path(str(ready) + "-job"), processes[-1])
+                common.until("the job is ready", common.REPLY_S, Path(str(ready) + "-job").exists, processes[-1])
             length = ["--seconds", str(seconds + (1 if isinstance(job, Crew) else 0))]
             processes.append(start(mode, "task", "latency", hints, [*arguments, *length, *gate]))
-            wait_for(ready, processes[-1])
+            common.until("the task is ready", common.REPLY_S, ready.exists, processes[-1])
             begin.touch()
             values: dict[str, float] = {}
             if isinstance(job, Crew):

@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import ctypes
 import http.client
+import itertools
 import os
 import random
 import signal
@@ -42,8 +43,8 @@ from typing import Any
 
 import common
 import crews
-from common import BenchError, Gpumux, Mode, Results, Worker, say
-from memory import Api, cell, holder, started, swap_gpumux, wait_for
+from common import BenchError, Gpumux, Mode, Results, Worker, say, until
+from memory import Api, cell, each, holding, started, swap_gpumux
 
 WORKER = Path(__file__).resolve().parent / "residency_worker.py"
 GIB, MIB = 1 << 30, 1 << 20
@@ -242,47 +243,27 @@ def room(wanted: str | None, logs: Path) -> Iterator[int]:
         yield nvml.memory().total
         return
     size = int(float(wanted.removesuffix("GiB")) * GIB)
-    ready = logs / "room"
     rest = nvml.memory().free - size - CONTEXTS * CONTEXT
-    with started(Mode("alone", logs), "rest", holder(f"{rest // MIB}MiB", ready)) as holding:
-        wait_for(ready, holding)
+    with holding(Mode("alone", logs), "rest", f"{rest // MIB}MiB"):
         yield size
 
 
 def together(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
-    """All cells of `together`."""
+    """All cells of `together`, in rounds."""
     with room(options.room, logs) as total:
-        rounds(results, cases, modes, logs, options, total)
-
-
-def rounds(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace, total: int) -> None:
-    """Its rounds, with so much memory for the jobs."""
-    for case in cases:
-        each: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
-        for number in range(options.rounds):
-            for name in modes:
+        for case in cases:
+            each_mode: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
+            for number, name in itertools.product(range(options.rounds), modes):
                 if name == "serial" and number % SERIAL_EVERY:
                     continue
                 with cell(results, f"{case} / {name}, round {number}", logs):
-                    each[name].append(together_once(case, name, logs, total, options.passes, number))
+                    each_mode[name].append(together_once(case, name, logs, total, options.passes, number))
                     least = {"moves", "passes"}
-                    worst = {key: (min if key in least else max)(it[key] for it in each[name]) for key in each[name][0]}
-                    if name == "gpumux" and each.get("serial"):
-                        mean = {it: statistics.fmean(one["total_s"] for one in each[it]) for it in ("serial", name)}
+                    worst = {key: (min if key in least else max)(it[key] for it in each_mode[name]) for key in each_mode[name][0]}
+                    if name == "gpumux" and each_mode.get("serial"):
+                        mean = {it: statistics.fmean(one["total_s"] for one in each_mode[it]) for it in ("serial", name)}
                         worst["total_rel"] = mean[name] / mean["serial"]
-                    results.add(case, name, worst | {"rounds": len(each[name])})
-
-
-def until(what: str, patience_s: float, found: Callable[[], Any]) -> Any:
-    """What is found within a time."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        with contextlib.suppress(OSError):
-            if answer := found():
-                return answer
-        if time.monotonic() > deadline:
-            raise BenchError(f"{what}: not within {patience_s:.0f} s")
-        time.sleep(0.02)
+                    results.add(case, name, worst | {"rounds": len(each_mode[name])})
 
 
 def excess(api: Api, nvml: Nvml) -> int:
@@ -328,52 +309,48 @@ def restart(results: Results, cases: Sequence[str], modes: Sequence[str], logs: 
                 raise BenchError(f"the accounting is off by {max(off) / GIB:.2f} GiB, more than {BOUND} contexts")
 
 
-def guaranteed(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
-    """All cells of `guaranteed`."""
+def guaranteed(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One cell of `guaranteed`."""
     total = Nvml().memory().total
-    for case in cases:
-        own = part_of(case, total)
-        for name in modes:
-            with cell(results, f"{case} / {name}", logs), Gpumux(f"guaranteed-{name}", logs) as mode, contextlib.ExitStack() as stack:
-                jobs = Jobs(mode, logs, stack.enter_context)
-                requests = ["--rate", "100", "--kernels", "10", "--kernel-us", "50", "--memory", str(own)]
-                files = ["--start-file", str(jobs.folder / "measure"), "--ready-file", str(jobs.folder / "warm")]
-                command = [common.gpumux(), "workload", "latency", "--json", "--seconds", str(options.seconds), *requests, *files]
-                server = stack.enter_context(
-                    started(mode, "server", command, ["--class", "latency", "--memory-guaranteed", str(own + 64 * MIB)])
-                )
-                until("the server is warm", 60, (jobs.folder / "warm").exists)
-                if name == "gpumux":
-                    device = Api(mode).ask("GET", "/v1/memory")[0]
-                    context = Api(mode).ask("GET", "/v1/devices")[0]["context_bytes"]
-                    # So little more than there is room for that moves are short, and turns are.
-                    size = (device["free"] - 2 * context + total // 128) // 2 // MIB * MIB
-                    for n in range(2):
-                        jobs.add(f"busy{n}", size, "--seconds", "3600")
-                    until("both have a context", 60, lambda: sum(bool(it["domains"]) for it in mode.tenants_now()) == 3)
-                # From now on the server is never idle, so that its memory stays.
-                (jobs.folder / "measure").touch()
-                jobs.begin()
-                deadline = time.monotonic() + options.seconds + 30
-                before = None
-                while server.lines.empty() and time.monotonic() < deadline:
-                    jobs.look()
-                    # While they allocate, each piece may move another.
-                    if before is None and len(jobs.first) == len(jobs.workers):
-                        before = sum(jobs.moves.values())
-                    time.sleep(0.1)
-                found = server.reply(5)
-                if found["errors"]:
-                    raise BenchError(f"the server: {found['error']}")
-                moves = sum(jobs.moves.get(mode.tenants[job], 0) for job in jobs.workers) - (before or 0)
-                own_moves = jobs.moves.get(mode.tenants["server"], 0)
-                say(f"{case} / {name}: {moves} moves of the two, {own_moves} of the server")
-                if name == "gpumux" and (moves < options.moves or own_moves):
-                    raise BenchError(f"{moves} moves of the two jobs (at least {options.moves}), {own_moves} of the server (none)")
-                for job in jobs.workers:
-                    jobs.report(job)
-                times = {f"latency_{q}_ms": found[f"{q}_us"] / 1e3 for q in ("p50", "p99")}
-                results.add(case, name, times | {"latency_max_ms": found["max_us"] / 1e3, "late": found["late"], "moves": moves})
+    own = part_of(case, total)
+    with Gpumux(f"guaranteed-{name}", logs) as mode, contextlib.ExitStack() as stack:
+        jobs = Jobs(mode, logs, stack.enter_context)
+        requests = ["--rate", "100", "--kernels", "10", "--kernel-us", "50", "--memory", str(own)]
+        files = ["--start-file", str(jobs.folder / "measure"), "--ready-file", str(jobs.folder / "warm")]
+        command = [common.gpumux(), "workload", "latency", "--json", "--seconds", str(options.seconds), *requests, *files]
+        server = stack.enter_context(started(mode, "server", command, ["--class", "latency", "--memory-guaranteed", str(own + 64 * MIB)]))
+        until("the server is warm", 60, (jobs.folder / "warm").exists)
+        if name == "gpumux":
+            device = Api(mode).ask("GET", "/v1/memory")[0]
+            context = Api(mode).ask("GET", "/v1/devices")[0]["context_bytes"]
+            # So little more than there is room for that moves are short, and turns are.
+            size = (device["free"] - 2 * context + total // 128) // 2 // MIB * MIB
+            for n in range(2):
+                jobs.add(f"busy{n}", size, "--seconds", "3600")
+            until("both have a context", 60, lambda: sum(bool(it["domains"]) for it in mode.tenants_now()) == 3)
+        # From now on the server is never idle, so that its memory stays.
+        (jobs.folder / "measure").touch()
+        jobs.begin()
+        deadline = time.monotonic() + options.seconds + 30
+        before = None
+        while server.lines.empty() and time.monotonic() < deadline:
+            jobs.look()
+            # While they allocate, each piece may move another.
+            if before is None and len(jobs.first) == len(jobs.workers):
+                before = sum(jobs.moves.values())
+            time.sleep(0.1)
+        found = server.reply(5)
+        if found["errors"]:
+            raise BenchError(f"the server: {found['error']}")
+        moves = sum(jobs.moves.get(mode.tenants[job], 0) for job in jobs.workers) - (before or 0)
+        own_moves = jobs.moves.get(mode.tenants["server"], 0)
+        say(f"{case} / {name}: {moves} moves of the two, {own_moves} of the server")
+        if name == "gpumux" and (moves < options.moves or own_moves):
+            raise BenchError(f"{moves} moves of the two jobs (at least {options.moves}), {own_moves} of the server (none)")
+        for job in jobs.workers:
+            jobs.report(job)
+    times = {f"latency_{q}_ms": found[f"{q}_us"] / 1e3 for q in ("p50", "p99")}
+    return times | {"latency_max_ms": found["max_us"] / 1e3, "late": found["late"], "moves": moves}
 
 
 def lacking(api: Api) -> int:
@@ -416,36 +393,26 @@ def arena(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Pa
                     raise BenchError(f"{max(means) / GIB:.2f} GiB moved in each turn, where {over / GIB:.2f} were lacking")
 
 
-def chunks(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
-    """All cells of `chunks`."""
-    for case in cases:
-        for name in modes:
-            with cell(results, f"{case} / {name}", logs):
-                arguments = [] if case == "allocation" else ["--chunk", case]
-                results.add(case, name, swap_gpumux(options.size, logs, 6, *arguments))
-
-
-def triton(results: Results, case: str, logs: Path) -> None:
-    """Both modes of the case with Triton, in turns."""
-    with Gpumux("gpumux", logs) as managed:
-        command = [sys.executable, str(WORKER), case]
-        found = crews.measure(Mode("alone", logs), managed, "triton", command, CREWS, ROUNDS, TURN)
-        crews.add(results, case, found, "us")
+def chunks(case: str, _name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One cell of `chunks`."""
+    return swap_gpumux(options.size, logs, 6, *([] if case == "allocation" else ["--chunk", case]))
 
 
 def programs(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `programs`."""
     for case in cases:
+        command = [sys.executable, str(WORKER), case]
         if case == "triton-8-pointers":
-            with cell(results, case, logs):
-                triton(results, case, logs)
+            # Both modes, in turns.
+            with cell(results, case, logs), Gpumux("gpumux", logs) as managed:
+                crews.add(results, case, crews.measure(Mode("alone", logs), managed, "triton", command, CREWS, ROUNDS, TURN), "us")
             continue
         for name in modes if case != "jax-75%" else ["gpumux"]:
             with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
                 if case == "jax-75%":
                     results.add(case, name, jax_beside(mode, logs, options))
                     continue
-                with started(mode, case, [sys.executable, str(WORKER), case]) as program:
+                with started(mode, case, command) as program:
                     results.add(case, name, program.reply(common.READY_S))
 
 
@@ -468,7 +435,7 @@ def jax_beside(mode: Mode, logs: Path, options: argparse.Namespace) -> dict[str,
         return {"jax_rate": found["rate"], "passes": beside["calls"], "longest_s": beside["max_us"] / 1e6, "moved_gib": moved / GIB}
 
 
-RUN = {"together": together, "restart": restart, "guaranteed": guaranteed, "arena": arena, "chunks": chunks, "programs": programs}
+RUN = {"together": together, "restart": restart, "guaranteed": each(guaranteed), "arena": arena, "chunks": each(chunks), "programs": programs}
 
 
 def main() -> int:

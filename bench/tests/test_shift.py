@@ -130,7 +130,7 @@ class Runs(unittest.TestCase):
                 stack.enter_context(mock.patch.object(shift.engines, name, Plain))
             stack.enter_context(mock.patch.object(shift, "device", lambda *_: Fake.made.append("device") or (100 << 30, 20 << 30)))
             stack.enter_context(mock.patch.object(shift, "SETTLED_S", 0))
-            stack.enter_context(mock.patch.object(shift, "ballast", lambda *_: contextlib.nullcontext()))
+            stack.enter_context(mock.patch.object(shift, "holding", lambda *_, **__: contextlib.nullcontext()))
             stack.enter_context(mock.patch.object(common, "say"))
             stack.enter_context(mock.patch("signal.signal"))
             stack.enter_context(mock.patch.object(sys, "argv", ["shift.py", "--quick", "--out", folder, "--logs", f"{folder}/logs", *arguments]))
