@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -36,7 +35,8 @@ from typing import Any, NamedTuple
 import common
 import peers
 import rounds
-from common import BenchError, Crew, Results
+import shares
+from common import BenchError, Crew, Mode, Results
 
 # The first request after a pause is slower on an idle GPU: what comes in this first part of a round does not count.
 SETTLE_S = 0.1
@@ -119,24 +119,15 @@ class Sharing(NamedTuple):
 
 SHARINGS = {
     "alone": Sharing("time-slicing"),
-    "time-slicing": Sharing("time-slicing"),
-    "slices-short": Sharing("slices-short"),
-    "slices-long": Sharing("slices-long"),
-    "mps": Sharing("mps"),
-    "mps-priority": Sharing("mps-priority"),
-    **{f"mps-{percent}": Sharing(f"mps-{percent}") for percent in (30, 50, 70)},
+    **{name: Sharing(name) for name in ("time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70")},
     "streams": Sharing("streams", "all"),
     "green": Sharing("green", "all"),
-    "xsched": Sharing("xsched"),
-    "xsched-1": Sharing("xsched-1"),
-    "fixed": Sharing("fixed"),
+    **{name: Sharing(name) for name in ("xsched", "xsched-1", "fixed")},
     "gpreempt": Sharing("gpreempt", "class", hinting=True),
     "gpreempt-unhinted": Sharing("gpreempt", "class"),
     "gpumux": Sharing("gpumux", hinting=True),
-    "unhinted": Sharing("gpumux"),
-    "no-hints": Sharing("gpumux"),
-    "1us": Sharing("gpumux", hinting=True),
-    "objective": Sharing("gpumux", hinting=True),
+    **dict.fromkeys(("unhinted", "no-hints"), Sharing("gpumux")),
+    **dict.fromkeys(("1us", "objective"), Sharing("gpumux", hinting=True)),
     "launches": Sharing("launches", hinting=True),
     "space": Sharing("space", hinting=True),
 }
@@ -163,17 +154,6 @@ def driver_worker(stage: str, together: str, mine: Sequence[Task], us_per_iterat
     both = ["--two-contexts"] if stage == "gpreempt" else []
     klass = "latency" if any(task.latency for task in mine) else "batch"
     return ["tasks", *each, *both, "--us-per-iteration", f"{us_per_iteration:g}"], klass
-
-
-def calibrated() -> float:
-    """What one more iteration of the driver programs' kernels takes, in µs, measured once, alone."""
-    asked = subprocess.run(
-        [common.gpumux(), "workload", "latency", "--calibrate", "--kernel-us", "50", "--json"], capture_output=True, text=True, timeout=120
-    )
-    if asked.returncode:
-        raise BenchError(f"no calibration: {asked.stderr.strip()}")
-    report = json.loads(asked.stdout)
-    return report["kernel_us"] / report["iterations"]
 
 
 def worker(stage: str, together: str, mine: Sequence[Task]) -> tuple[list[str], str]:
@@ -231,7 +211,11 @@ def main() -> int:
     cases = {case: tasks(options.workloads, case) for case in options.cases}
     modes = [name for name in MODES if name in options.modes]
     results = Results("preempt-driver" if options.driver else "preempt", options.out, CASES, MODES)
-    us_per_iteration = calibrated() if options.driver else 0.0
+    # What one more iteration of the driver programs' kernels takes.
+    us_per_iteration = 0.0
+    if options.driver:
+        report = shares.calibrated(Mode("alone", logs), "latency", 50)
+        us_per_iteration = report["kernel_us"] / report["iterations"]
     sharings = dict(SHARINGS)
     if options.driver:
         # GPreempt as it is: both contexts in one process.
