@@ -136,13 +136,9 @@ class Budget:
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
 
-    def left(self) -> float:
-        """Seconds."""
-        return self.end - time.monotonic()
-
     def spent(self, what: str, needs: float) -> bool:
         """Whether there is no time for something any more."""
-        if self.left() >= needs:
+        if time.monotonic() + needs <= self.end:
             return False
         say(f"left out for want of time: {what}")
         return True
@@ -382,7 +378,7 @@ class Storm:
                     found.append(f"{(thread / 'comm').read_text().strip()} {state} {(thread / 'wchan').read_text()} {(thread / 'syscall').read_text().strip()[:60]}")
         for command in (["ps", "--json"], ["explain", self.kind.tenants[job]]):
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                asked = subprocess.run([self.kind.binary, *command], env=os.environ | self.kind.environment(), capture_output=True, text=True, timeout=10)
+                asked = self.kind.ask(*command, timeout=10)
                 found.append(f"== gpumux {' '.join(command)}\n{asked.stdout}{asked.stderr}")
         with contextlib.suppress(OSError, subprocess.SubprocessError, BenchError):
             self.kind.trace(self.logs / f"hang-{number}-{job}.trace.json", 20)
@@ -520,6 +516,9 @@ def bandwidth(options: argparse.Namespace, results: Results, logs: Path, _folder
     del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+RUN = {"storm": storm, "matrix": matrix, "pacing": pacing, "logical": logical, "bandwidth": bandwidth}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures one part."""
     parser = common.parser(
@@ -545,15 +544,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.seconds, options.rounds = options.seconds / 4, (options.rounds + 1) // 2
     logs = common.begin(options)
     results = Results(f"collectives-{options.part}", options.out, cases, list(dict.fromkeys(["alone", *modes])))
-    parts: dict[str, Callable[[argparse.Namespace, Results, Path, Path], int | None]] = {
-        "storm": storm,
-        "matrix": matrix,
-        "pacing": pacing,
-        "logical": logical,
-        "bandwidth": bandwidth,
-    }
     with tempfile.TemporaryDirectory(prefix="collectives-") as folder:
-        code = parts[options.part](options, results, logs, Path(folder))
+        code = RUN[options.part](options, results, logs, Path(folder))
     return results.finish() if code is None else code
 
 

@@ -94,7 +94,7 @@ def serving(folder: Path, seeds: int) -> list[dict[str, Any]]:
     for scale in traces.SCALES:
         models = traces.muxserve_models((folder / traces.muxserve_rates(scale)).read_text())
         listed = traces.write(lists / f"models-{scale}.csv", traces.MODELS_HEAD, models)
-        measured = {how: traces.loaded(folder / traces.muxserve_measured(scale, how)) for how in traces.MEASURED}
+        measured = {how: json.loads((folder / traces.muxserve_measured(scale, how)).read_text()) for how in traces.MEASURED}
         found, estimated = {}, {}
         for how in ("flexsm", "spatial"):
             placed = traces.write(lists / f"{how}-{scale}.csv", "mesh,gpus,name,percent", traces.muxserve_placement(measured[how]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import pickle
 import re
 import tarfile
@@ -217,9 +216,3 @@ def prism_models(rows: list[list[Any]], model: str) -> list[list[Any]]:
     """Each model of the requests, as if it were this one; requests have lengths of their own, and no rate is needed."""
     names = sorted({row[0] for row in rows}, key=int)
     return [[name, model, 1, *TOKENS, *LLAMA[model]] for name in names]
-
-
-def loaded(path: Path) -> dict[str, Any]:
-    """A JSON file."""
-    data: dict[str, Any] = json.loads(path.read_text())
-    return data

@@ -32,8 +32,7 @@ from typing import Any
 
 import common
 from common import BenchError, Gpumux, Mode, Results, Worker, until
-from memory import Api, cell, each, holding, started
-from residency import Nvml
+from memory import Api, Nvml, cell, each, holding, started
 
 WORKER = Path(__file__).resolve().parent / "kv_worker.py"
 GIB, MIB = 1 << 30, 1 << 20

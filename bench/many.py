@@ -30,8 +30,7 @@ import rooms
 import rounds
 import serve
 from common import BenchError, Gpumux, Mode, Results, Worker
-from memory import cell
-from residency import Nvml
+from memory import Nvml, cell
 
 MODES = ["stock", "sleep", "gpumux"]
 CELLS = "1/stock,4/stock,4/sleep,4/gpumux,6/sleep,6/gpumux"

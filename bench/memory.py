@@ -112,6 +112,34 @@ class Api(http.client.HTTPConnection):
         return (time.monotonic() - begin) * 1e3
 
 
+class Nvml:
+    """What the driver reports of the first device that programs see, independently of gpumux."""
+
+    class _Memory(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+    def __init__(self) -> None:
+        self.library, self.device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+        seen = common.visible()
+        by, which = (self.library.nvmlDeviceGetHandleByIndex_v2, int(seen)) if seen.isdigit() else (self.library.nvmlDeviceGetHandleByUUID, seen.encode())
+        if self.library.nvmlInit_v2() or by(which, ctypes.byref(self.device)):
+            raise BenchError(f"NVML does not answer, or knows no device {seen}")
+
+    def count(self) -> int:
+        """Devices."""
+        found = ctypes.c_uint()
+        if result := self.library.nvmlDeviceGetCount_v2(ctypes.byref(found)):
+            raise BenchError(f"nvmlDeviceGetCount answers {result}")
+        return found.value
+
+    def memory(self) -> Nvml._Memory:
+        """In bytes."""
+        found = self._Memory()
+        if result := self.library.nvmlDeviceGetMemoryInfo(self.device, ctypes.byref(found)):
+            raise BenchError(f"nvmlDeviceGetMemoryInfo answers {result}")
+        return found
+
+
 @contextlib.contextmanager
 def cell(results: Results, what: str, logs: Path) -> Iterator[None]:
     """A cell that, when it fails, shows the last output of every process."""
@@ -220,14 +248,6 @@ def swap(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[
             return swap_copy(case, logs)
 
 
-def card_gib() -> float:
-    """Memory of the programs' GPU."""
-    text = common.run_quietly("nvidia-smi", "-i", common.visible(), "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    if not text:
-        raise BenchError("nvidia-smi does not say how much memory there is")
-    return float(text.splitlines()[0]) / 1024
-
-
 def trained(jobs: Sequence[Worker], patience_s: float) -> list[list[str]]:
     """Has jobs that are ready train, and returns their losses."""
     for job in jobs:
@@ -237,7 +257,7 @@ def trained(jobs: Sequence[Worker], patience_s: float) -> list[list[str]]:
 
 def oversubscribe(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `oversubscribe`. Starting Python and PyTorch is not measured."""
-    size = 0.6 * card_gib()
+    size = 0.6 * Nvml().memory().total / GIB
     command = script("train", "--gib", f"{size:.1f}", "--steps", "60" if options.quick else "200")
     patience_s = 120.0 if options.quick else 600.0
     for case in cases:

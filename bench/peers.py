@@ -37,6 +37,10 @@ import common
 import rounds
 from common import BenchError, Crew, Gpumux, Mode, Mps, Results
 
+MODES = [
+    "alone", "apart", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
+    "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "1us", "objective", "launches", "space", "group",
+]  # fmt: skip
 # Programs by name: their arguments, and their class.
 Programs = dict[str, tuple[Sequence[str], str]]
 # One program after the other, and whose programs they are.

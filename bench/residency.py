@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import http.client
 import itertools
 import os
@@ -44,7 +43,7 @@ from typing import Any
 import common
 import crews
 from common import BenchError, Gpumux, Mode, Results, Worker, say, until
-from memory import Api, cell, each, holding, started, swap_gpumux
+from memory import Api, Nvml, cell, each, holding, started, swap_gpumux
 
 WORKER = Path(__file__).resolve().parent / "residency_worker.py"
 GIB, MIB = 1 << 30, 1 << 20
@@ -67,34 +66,6 @@ PARTS = {
     "chunks": (["allocation", "16MiB", "64MiB", "256MiB", "1GiB"], ["gpumux"]),
     "programs": (["triton-8-pointers", "torch-async", "cupy-async", "jax-75%"], ["alone", "gpumux"]),
 }
-
-
-class Nvml:
-    """What the driver reports of the first device that programs see, independently of gpumux."""
-
-    class _Memory(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-    def __init__(self) -> None:
-        self.library, self.device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-        seen = common.visible()
-        by, which = (self.library.nvmlDeviceGetHandleByIndex_v2, int(seen)) if seen.isdigit() else (self.library.nvmlDeviceGetHandleByUUID, seen.encode())
-        if self.library.nvmlInit_v2() or by(which, ctypes.byref(self.device)):
-            raise BenchError(f"NVML does not answer, or knows no device {seen}")
-
-    def count(self) -> int:
-        """Devices."""
-        found = ctypes.c_uint()
-        if result := self.library.nvmlDeviceGetCount_v2(ctypes.byref(found)):
-            raise BenchError(f"nvmlDeviceGetCount answers {result}")
-        return found.value
-
-    def memory(self) -> Nvml._Memory:
-        """In bytes."""
-        found = self._Memory()
-        if result := self.library.nvmlDeviceGetMemoryInfo(self.device, ctypes.byref(found)):
-            raise BenchError(f"nvmlDeviceGetMemoryInfo answers {result}")
-        return found
 
 
 def part_of(text: str, total: int) -> int:

@@ -34,8 +34,7 @@ import kv
 import rounds
 import serve
 from common import BenchError, Gpumux, Mode, Results
-from memory import cell, holding
-from residency import Nvml
+from memory import Nvml, cell, holding
 
 SPLIT = {"stock", "gpumux"}
 SETTLED_S = 1.0  # Reports to the daemon are up to 50 ms old.

@@ -30,6 +30,7 @@ import common
 import peers
 from colocation import SERVER, STEPS, requests
 from common import BenchError, Crew, Mode, Results
+from memory import cell
 from peers import Space
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -210,13 +211,6 @@ class Cell:
         return values
 
 
-def explain_failure(name: str, logs: Path) -> None:
-    """Shows the ends of the logs of a mode, on stderr."""
-    for log in sorted(logs.glob(f"*{name}*")):
-        if text := common.tail(log, lines=6):
-            common.say(f"{log.name}:\n    {text}")
-
-
 def main() -> int:
     """Runs all cells that were asked for."""
     parser = common.parser(
@@ -247,33 +241,31 @@ def main() -> int:
     alone: dict[str, dict[str, float]] = {}
 
     def start(name: str, stack: ExitStack) -> Crew | None:
-        with results.cell(name):
+        with cell(results, name, logs):
             crew = stack.enter_context(Crew(stack.enter_context(mode(name, logs))))
             if isinstance(crew.mode, Utility):
                 crew.mode.points, crew.mode.warm_up = options.points, options.warmup
                 for kind in kinds:
                     crew.mode.profile(kind, min(seconds, 4.0))
             return crew
-        explain_failure(name, logs)
         return None
 
     def measure(case: str, crews: dict[str, Crew]) -> None:
         cells = {name: Cell(case, name) for name in crews}
         for step in range(-1, rounds):
-            for name, cell in list(cells.items()):
-                with results.cell(f"{case} / {name}"):
+            for name, one in list(cells.items()):
+                with cell(results, f"{case} / {name}", logs):
                     if step < 0:
-                        cell.have(crews[name])
+                        one.have(crews[name])
                     else:
-                        cell.measure(crews[name], seconds / rounds)
+                        one.measure(crews[name], seconds / rounds)
                     continue
-                explain_failure(name, logs)
                 del cells[name]
-        for name, cell in cells.items():
+        for name, one in cells.items():
             if name == "alone":
-                alone[case] = cell.rates()
+                alone[case] = one.rates()
             if case in alone and name in options.modes:
-                results.add(case, name, cell.values(alone[case]))
+                results.add(case, name, one.values(alone[case]))
 
     for names in [modes] if options.together else [[name] for name in modes]:
         with ExitStack() as stack:
