@@ -321,7 +321,3 @@ class Parts(unittest.TestCase):
         common.selections(parser, ["a"], ["m", "changing"], ["changing"], modes=["m"])
         for words, expected in (([], ["m"]), (["--modes", "all"], ["m"]), (["--modes", "changing"], ["changing"])):
             self.assertEqual(parser.parse_args(words).modes, expected)
-
-
-if __name__ == "__main__":
-    unittest.main()

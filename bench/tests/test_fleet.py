@@ -100,7 +100,3 @@ class Traces(unittest.TestCase):
             if before:
                 sys.modules["trace"] = before
         self.assertEqual(traces.prism_requests(data), [["3", 1.0, 4, 5], ["3", 2.0, 4, 5]])
-
-
-if __name__ == "__main__":
-    unittest.main()

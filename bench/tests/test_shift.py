@@ -11,11 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common  # noqa: E402
-import shift  # noqa: E402
-from common import BenchError  # noqa: E402
+import common
+import shift
+from common import BenchError
 
 OPTIONS = argparse.Namespace(phase=10.0, high=8.0, low=0.5, prompt=30, output=4, engines=2, room=4 << 30, attention="A", model=Path("m"), memory=0.2, storm=0)
 
@@ -178,7 +176,3 @@ class Runs(unittest.TestCase):
             code, data, _made = self.run_all("--modes", "kvcached,elastic")
         self.assertEqual((code, [it["mode"] for it in data["rows"]]), (1, ["elastic"]))
         self.assertIn("kvcached: engine-0 is not kvcached", data["note"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -90,7 +90,3 @@ class Modes(unittest.TestCase):
             self.assertEqual(case.removesuffix("+latency"), "+".join(kinds))
             self.assertLessEqual(set(kinds), set(space.KINDS))
         self.assertLessEqual(set(space.DEFAULT_CASES), set(space.CASES))
-
-
-if __name__ == "__main__":
-    unittest.main()
