@@ -36,13 +36,16 @@ BEGIN, RESULT = re.compile(r"^test (\S+) \.\.\. ?(.*)$"), re.compile(r"^(ok|FAIL
 TABLE_BEGIN, TABLE_END = "<!-- fidelity:begin -->", "<!-- fidelity:end -->"
 
 
-def lines(process: subprocess.Popen[str], deadline: float) -> Iterator[str]:
-    """Standard output as it comes, until its end or the deadline."""
+def lines(process: subprocess.Popen[str], deadline: float, log: Path) -> Iterator[str]:
+    """Standard output as it comes, until its end or the deadline; a file keeps it."""
     found: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
-        for line in process.stdout or ():
-            found.put(line)
+        with log.open("w") as file:
+            for line in process.stdout or ():
+                file.write(line)
+                file.flush()
+                found.put(line)
         found.put(None)
 
     threading.Thread(target=read, daemon=True).start()
@@ -54,15 +57,6 @@ def lines(process: subprocess.Popen[str], deadline: float) -> Iterator[str]:
         if line is None:
             return
         yield line
-
-
-def logged(output: Iterable[str], log: Path) -> Iterator[str]:
-    """The same, kept in a file."""
-    with log.open("w") as file:
-        for line in output:
-            file.write(line)
-            file.flush()
-            yield line
 
 
 def results(output: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -99,7 +93,7 @@ def run_tests(command: list[str], env: dict[str, str], log: Path, deadline: floa
         cwd=common.BENCH.parent,
     ) as process:
         begin = time.monotonic()
-        for name, result in results(logged(lines(process, deadline), log)):
+        for name, result in results(lines(process, deadline, log)):
             now = time.monotonic()
             values = {"ok": float(result == "ok"), "skipped": float(result == "skipped"), "seconds": now - begin}
             rows.append({"case": "test", "mode": name, "values": values})

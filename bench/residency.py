@@ -333,35 +333,34 @@ def lacking(api: Api) -> int:
 def arena(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `arena`."""
     total = Nvml().memory().total
-    for case in cases:
-        for name in modes:
-            with cell(results, f"{case} / {name}", logs), Gpumux(f"arena-{name}", logs) as mode, contextlib.ExitStack() as stack:
-                jobs = Jobs(mode, logs, stack.enter_context)
-                for n, part in enumerate(case.split("+")):
-                    jobs.add(f"{name}-job{n}", part_of(part, total), "--seconds", "3600", whole=name == "allocation")
-                jobs.begin()
-                tenants = [mode.tenants[job] for job in jobs.workers]
+    for case, name in itertools.product(cases, modes):
+        with cell(results, f"{case} / {name}", logs), Gpumux(f"arena-{name}", logs) as mode, contextlib.ExitStack() as stack:
+            jobs = Jobs(mode, logs, stack.enter_context)
+            for n, part in enumerate(case.split("+")):
+                jobs.add(f"{name}-job{n}", part_of(part, total), "--seconds", "3600", whole=name == "allocation")
+            jobs.begin()
+            tenants = [mode.tenants[job] for job in jobs.workers]
 
-                def turns(least: Sequence[int]) -> bool:
-                    jobs.look()
-                    ended = [job for job, worker in jobs.workers.items() if worker.process.poll() is not None]
-                    if ended:
-                        raise BenchError(f"{ended[0]} has ended: {common.tail(jobs.workers[ended[0]].log)}")
-                    return all(jobs.moves.get(it, 0) >= count for it, count in zip(tenants, least, strict=True))
+            def turns(least: Sequence[int]) -> bool:
+                jobs.look()
+                ended = [job for job, worker in jobs.workers.items() if worker.process.poll() is not None]
+                if ended:
+                    raise BenchError(f"{ended[0]} has ended: {common.tail(jobs.workers[ended[0]].log)}")
+                return all(jobs.moves.get(it, 0) >= count for it, count in zip(tenants, least, strict=True))
 
-                # While they allocate, each allocation may move another.
-                until("every job has made a pass", 300, lambda: (turns([0, 0]), len(jobs.first) == len(tenants))[1])
-                moves, moved = dict(jobs.moves), dict(jobs.moved)
-                until("the turns", 60 + 120 * options.turns, lambda: turns([moves.get(it, 0) + options.turns for it in tenants]))
-                over = lacking(Api(mode))
-                counts = {it: jobs.moves[it] - moves.get(it, 0) for it in tenants}
-                means = [(jobs.moved[it] - moved.get(it, 0)) / counts[it] for it in tenants]
-                found = [jobs.report(job) for job in jobs.workers]
-                values = {"lacking_gib": over / GIB, "moved_gib": max(means) / GIB, "moves": sum(counts.values())}
-                values["longest_s"] = max(it["max_us"] for it in found) / 1e6
-                results.add(case, name, values | {"wrong": sum(it["mismatches"] for it in found)})
-                if max(means) > over + OVER:
-                    raise BenchError(f"{max(means) / GIB:.2f} GiB moved in each turn, where {over / GIB:.2f} were lacking")
+            # While they allocate, each allocation may move another.
+            until("every job has made a pass", 300, lambda: (turns([0, 0]), len(jobs.first) == len(tenants))[1])
+            moves, moved = dict(jobs.moves), dict(jobs.moved)
+            until("the turns", 60 + 120 * options.turns, lambda: turns([moves.get(it, 0) + options.turns for it in tenants]))
+            over = lacking(Api(mode))
+            counts = {it: jobs.moves[it] - moves.get(it, 0) for it in tenants}
+            means = [(jobs.moved[it] - moved.get(it, 0)) / counts[it] for it in tenants]
+            found = [jobs.report(job) for job in jobs.workers]
+            values = {"lacking_gib": over / GIB, "moved_gib": max(means) / GIB, "moves": sum(counts.values())}
+            values["longest_s"] = max(it["max_us"] for it in found) / 1e6
+            results.add(case, name, values | {"wrong": sum(it["mismatches"] for it in found)})
+            if max(means) > over + OVER:
+                raise BenchError(f"{max(means) / GIB:.2f} GiB moved in each turn, where {over / GIB:.2f} were lacking")
 
 
 def chunks(case: str, _name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:

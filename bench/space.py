@@ -47,21 +47,11 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "right": (["train", "--device", "1"], STEPS),
     "decode": (["serve", "--model", "decode"], {"op": "repeat", "kind": "eager"}),
 }
-CASES = {
-    "train+train+latency": ["train", "train"],
-    "train+train": ["train", "train"],
-    "inference+train": ["inference", "train"],
-    "decode+train": ["decode", "train"],
-    "decode+vit": ["decode", "vit"],
-    "decode+triad": ["decode", "triad"],
-    "gemv+triad": ["gemv", "triad"],
-    "gemm+triad": ["gemm", "triad"],
-    "gemm+train": ["gemm", "train"],
-    "train+triad": ["train", "triad"],
-    "inference+inference+inference": ["inference", "inference", "inference"],
-    "parallel+parallel": ["parallel", "parallel"],
-    "parallel+left+right": ["parallel", "left", "right"],
-}
+# The jobs of a case are in its name.
+CASES = [
+    "train+train+latency", "train+train", "inference+train", "decode+train", "decode+vit", "decode+triad", "gemv+triad", "gemm+triad", "gemm+train", "train+triad",
+    "inference+inference+inference", "parallel+parallel", "parallel+left+right",
+]  # fmt: skip
 MODES = ["alone", "time-slicing", "mps", "time", "space", "equal", "utility"]
 DEFAULT_MODES = MODES[:-2]  # measuring the curves takes longer than all the rest
 PERCENTAGES = [10, 25, 50, 75, 100]
@@ -71,6 +61,11 @@ ROUND_S = 2.0
 # A measurement whose quarters differ by more is no steady state.
 STEADY = 0.2
 DEFAULT_CASES = ["train+train+latency", "inference+inference+inference"]
+
+
+def jobs_of(case: str) -> list[str]:
+    """The kinds of its jobs."""
+    return case.removesuffix("+latency").split("+")
 
 
 class Equal(Space):
@@ -149,7 +144,7 @@ class Cell:
     """One case in one mode, measured in rounds."""
 
     def __init__(self, case: str, name: str) -> None:
-        kinds = CASES[case]
+        kinds = jobs_of(case)
         # Alone, one of each kind runs after the other.
         self.jobs = {kind: kind for kind in kinds} if name == "alone" else {f"{it}-{n + 1}": it for n, it in enumerate(kinds)}
         self.user = case.endswith("+latency")
@@ -222,7 +217,7 @@ def main() -> int:
         "  python3 bench/space.py --cases decode+vit --modes alone,mps,space --seconds 12 --together     (about 3 min)",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
-    common.selections(parser, list(CASES), MODES, cases=DEFAULT_CASES, modes=DEFAULT_MODES)
+    common.selections(parser, CASES, MODES, cases=DEFAULT_CASES, modes=DEFAULT_MODES)
     parser.add_argument("--points", type=lambda text: [int(it) for it in text.split(",")], default=PERCENTAGES, help="percentages of the SMs of a profile")
     parser.add_argument("--warmup", type=float, default=WARM_UP_S, help="seconds from a job's first work until its profile is measured [%(default)s]")
     parser.add_argument(
@@ -234,8 +229,8 @@ def main() -> int:
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
     rounds = max(1, round(seconds / ROUND_S))
-    results = Results("space", options.out, list(CASES), MODES)
-    kinds = list(dict.fromkeys(kind for case in options.cases for kind in CASES[case]))
+    results = Results("space", options.out, CASES, MODES)
+    kinds = list(dict.fromkeys(kind for case in options.cases for kind in jobs_of(case)))
     # Everything is relative to the rates alone, so they are measured in any case.
     modes = [name for name in MODES if name == "alone" or name in options.modes]
     alone: dict[str, dict[str, float]] = {}
