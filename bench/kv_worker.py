@@ -112,13 +112,11 @@ class Worker:
         step = max(1, GIB // self.pool.page_bytes)
         while len(self.kept) < self.pool.pages:
             found = self.pool.alloc(min(step, self.pool.pages - len(self.kept)), wait_s=0.5)
+            if found is None and step == 1:
+                break
             if found is None:
-                if step == 1:
-                    break
-                step //= 4 if step >= 4 else step
-                step = max(step, 1)
-                continue
-            self.kept += found
+                step = max(1, step // 4)
+            self.kept += found or []
         self.kept.sort()
         borrowed = len(self.kept) * self.pool.page_bytes
         number = len(self.kept) if state == "in-use" else keep // self.pool.page_bytes
