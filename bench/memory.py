@@ -231,12 +231,6 @@ def swap_checkpoint(case: str, logs: Path) -> dict[str, float]:
     return with_rates(times, gib(case) * GIB)
 
 
-def swap_copy(case: str, logs: Path) -> dict[str, float]:
-    """Plain copies."""
-    with started(Mode("copy", logs), case, script("copy", "--gib", str(gib(case)))) as copying:
-        return with_rates(copying.reply(common.READY_S), gib(case) * GIB)
-
-
 def swap(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
     """One cell of `swap`."""
     match name:
@@ -245,7 +239,8 @@ def swap(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[
         case "checkpoint":
             return swap_checkpoint(case, logs)
         case _:
-            return swap_copy(case, logs)
+            with started(Mode("copy", logs), case, script("copy", "--gib", str(gib(case)))) as copying:
+                return with_rates(copying.reply(common.READY_S), gib(case) * GIB)
 
 
 def trained(jobs: Sequence[Worker], patience_s: float) -> list[list[str]]:

@@ -246,9 +246,6 @@ class Group(Space):
 class Launches(Gpumux):
     """gpumux without the driver's controls."""
 
-    def __init__(self, name: str, logs: Path) -> None:
-        super().__init__(name, logs, mechanism="launches")
-
     def check(self, names: Sequence[str]) -> None:
         super().check(names)
         found = {domain["mechanism"] for tenant in self.tenants_now() for domain in tenant["domains"]}
@@ -265,7 +262,7 @@ def mode(stage: str, logs: Path) -> Mode:
             # Two contexts: the policy of fixed timeslices is then what GPreempt sets.
             return Gpumux(stage, logs, policy="fixed")
         case "launches":
-            return Launches(stage, logs)
+            return Launches(stage, logs, mechanism="launches")
         case "space":
             return Space(stage, logs)
         case "group":

@@ -80,6 +80,15 @@ def trace(lines: Iterator[dict[str, str]]) -> list[Request]:
     return found
 
 
+def read(path: Path) -> list[Request]:
+    """A trace in a file."""
+    with open(path, newline="") as file:
+        found = trace(csv.DictReader(file))
+    if not found:
+        raise BenchError(f"{path} has no requests")
+    return found
+
+
 def part(requests: Sequence[Request], speed: float, begin: float, seconds: float) -> list[Request]:
     """The requests of so many seconds from `begin`, at this speed; the trace begins anew at its end."""
     length = requests[-1].at + 1.0
@@ -215,10 +224,7 @@ def main() -> int:
     common.selections(parser, CASES, MODES, cases=["1x", "1x+train"], modes=["alone", "time-slicing", "gpumux"])
     options = parser.parse_args()
     logs = common.begin(options)
-    with open(options.trace, newline="") as file:
-        requests = trace(csv.DictReader(file))
-    if not requests:
-        raise BenchError(f"{options.trace} has no requests")
+    requests = read(options.trace)
     config = options.config or logs / "model"
     if not options.config:
         config.mkdir(exist_ok=True)
