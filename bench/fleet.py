@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def asked(*arguments: str | Path) -> Any:
     return json.loads(done.stdout)
 
 
-def rounded(values: dict[str, float | None], digits: int = 5) -> dict[str, float]:
+def rounded(values: Mapping[str, float | None], digits: int = 5) -> dict[str, float]:
     """Values to so many digits, without those that are not known."""
     return {name: float(f"{value:.{digits}g}") for name, value in values.items() if value is not None}
 
