@@ -27,7 +27,7 @@ import os
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -362,21 +362,27 @@ def compare(
     logs: Path,
     budget_s: float,
     most: int,
-    least: int = rounds.LEAST,
+    least: int | Mapping[str, int] = rounds.LEAST,
+    varies: Collection[str] = (),
+    program: Sequence[str] = common.TORCH,
+    settings: Mapping[str, tuple[str, str]] = SETTINGS,
+    placed: bool = True,
 ) -> int:
     """Measures each case in each mode, in rounds; returns the exit code of `rounds.run`.
 
-    `stages` has the stage of each mode, `programs(case, stage)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell."""
+    `stages` has the stage of each mode, `programs(case, stage)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell.
+    `least` and `varies` are as of `rounds.Plan`; with `placed` programs have processors of their own."""
     with ExitStack() as stack:
-        found, notes = crews(stack, stages.values(), logs)
+        found, notes = crews(stack, stages.values(), logs, program)
         modes = [name for name, stage in stages.items() if stage in found]
 
         def have(case: str, mode: str, number: int) -> Crew:
             crew = found[stages[mode]]
             crew.have(programs(case, stages[mode]))
-            crew.place(number)
-            if mode in SETTINGS:
-                settle(crew, *SETTINGS[mode])
+            if placed:
+                crew.place(number)
+            if mode in settings:
+                settle(crew, *settings[mode])
             return crew
 
         plan = rounds.Plan(
@@ -384,6 +390,7 @@ def compare(
             modes,
             lambda case, mode, number: measure(have(case, mode, number), case, mode, number),
             lambda case: prepare(case, modes, stages, found, programs, notes),
-            dict.fromkeys(cases, least),
+            dict.fromkeys(cases, least) if isinstance(least, int) else least,
+            varies,
         )
         return rounds.run(plan, results, budget_s, most, notes)

@@ -28,7 +28,6 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,7 +208,6 @@ def main() -> int:
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
     cases = {case: tasks(options.workloads, case) for case in options.cases}
-    modes = [name for name in MODES if name in options.modes]
     results = Results("preempt-driver" if options.driver else "preempt", options.out, CASES, MODES)
     # What one more iteration of the driver programs' kernels takes.
     us_per_iteration = 0.0
@@ -221,36 +219,26 @@ def main() -> int:
         # GPreempt as it is: both contexts in one process.
         sharings |= {name: it._replace(together="all") for name, it in SHARINGS.items() if it.stage == "gpreempt"}
     program = [common.gpumux(), "workload"] if options.driver else common.TORCH
-    with ExitStack() as stack:
-        crews, notes = peers.crews(stack, [SHARINGS[name].stage for name in modes], logs, program)
-        modes = [name for name in modes if SHARINGS[name].stage in crews]
+    together_in = {it.stage: it.together for it in sharings.values()}
 
-        together_in = {it.stage: it.together for it in sharings.values()}
+    def programs(case: str, stage: str) -> peers.Programs:
+        made = (lambda *it: driver_worker(*it, us_per_iteration)) if options.driver else worker
+        together = together_in[stage]
+        return {process: made(stage, together, of) for process, of in processes(together, cases[case]).items()}
 
-        def programs(case: str, stage: str) -> peers.Programs:
-            made = (lambda *it: driver_worker(*it, us_per_iteration)) if options.driver else worker
-            together = together_in[stage]
-            return {process: made(stage, together, of) for process, of in processes(together, cases[case]).items()}
+    def measure(crew: Crew, case: str, name: str, number: int) -> dict[str, Any]:
+        told = orders(sharings[name], cases[case], name == "alone", seconds, number * seconds, options.driver)
+        return cell(cases[case], crew.measure(seconds, told, lead=0.2))
 
-        def have(case: str, name: str) -> Crew:
-            stage = sharings[name].stage
-            crews[stage].have(programs(case, stage))
-            if stage == "gpumux":
-                peers.settle(crews[stage], *peers.SETTINGS.get(name, peers.SETTINGS["gpumux"]))
-            return crews[stage]
-
-        def prepare(case: str) -> None:
-            peers.prepare(case, modes, {name: sharings[name].stage for name in modes}, crews, programs, notes)
-
-        def measure(case: str, name: str, number: int) -> dict[str, Any]:
-            told = orders(sharings[name], cases[case], name == "alone", seconds, number * seconds, options.driver)
-            return cell(cases[case], have(case, name).measure(seconds, told, lead=0.2))
-
-        # A trace is played to its end.
-        traces = {case: max((it.load["length"] for it in of if it.load["type"] == "trace"), default=0) for case, of in cases.items()}
-        least = {case: math.ceil(length / seconds) for case, length in traces.items()}
-        plan = rounds.Plan(options.cases, modes, measure, prepare, least, varies=[case for case, length in traces.items() if length])
-        return rounds.run(plan, results, options.budget, options.rounds, notes)
+    # A trace is played to its end.
+    traces = {case: max((it.load["length"] for it in of if it.load["type"] == "trace"), default=0) for case, of in cases.items()}
+    least = {case: math.ceil(length / seconds) for case, length in traces.items()}
+    varies = [case for case, length in traces.items() if length]
+    stages = {name: sharings[name].stage for name in MODES if name in options.modes}
+    settings = peers.SETTINGS | {"unhinted": peers.SETTINGS["gpumux"]}
+    return peers.compare(
+        results, options.cases, stages, programs, measure, logs, options.budget, options.rounds, least, varies, program, settings, placed=False
+    )
 
 
 if __name__ == "__main__":
