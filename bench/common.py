@@ -258,7 +258,7 @@ def end(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
 
 
 def until(what: str, patience_s: float, found: Callable[[], Any], process: subprocess.Popen[Any] | None = None) -> Any:
-    """What is found within a time, and while the process lives."""
+    """What is found within a time, and while the process lives; raises BenchError where nothing is."""
     deadline = time.monotonic() + patience_s
     while True:
         with contextlib.suppress(OSError):
@@ -272,7 +272,7 @@ def until(what: str, patience_s: float, found: Callable[[], Any], process: subpr
 
 
 def until_none(what: str, patience_s: float, found: Callable[[], Sequence[str]]) -> None:
-    """Until nothing is found any more."""
+    """Until nothing is found any more; raises BenchError with what still is."""
     deadline = time.monotonic() + patience_s
     while left := found():
         if time.monotonic() > deadline:
