@@ -7,6 +7,7 @@ Latencies of real programs are compared relative to the same program alone: a si
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
+import plot
 
 PAGE = common.BENCH.parent / "docs" / "simulator.md"
 SCENARIOS = common.BENCH.parent / "scenarios"
@@ -155,6 +157,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@functools.cache
 def predictions(scenario: str) -> Predicted:
     """Runs a scenario."""
     command = [common.gpumux(), "sim", str(SCENARIOS / f"{scenario}.toml"), "--json"]
@@ -167,6 +170,7 @@ def measurements(results: dict[str, Any], case: str) -> Measured:
     return Measured({row["mode"]: row["values"] for row in results["rows"] if row["case"] == case})
 
 
+@functools.cache
 def results(folder: Path, bench: str) -> dict[str, Any]:
     """The results file of a benchmark."""
     return json.loads((folder / f"{bench}-h100-80gb-hbm3-{CALLS[bench]}.json").read_text())
@@ -180,16 +184,10 @@ def shown(value: float, unit: str) -> str:
 def table(folder: Path) -> tuple[str, int, int]:
     """The table, how many of its lines are far off, and how many there are."""
     lines = ["| scenario | benchmark | value | measured | predicted | difference |", "|---|---|---|---|---|---|"]
-    files: dict[str, Any] = {}
-    scenarios: dict[str, Predicted] = {}
     far = 0
     for row in ROWS:
-        if row.bench not in files:
-            files[row.bench] = results(folder, row.bench)
-        if row.scenario not in scenarios:
-            scenarios[row.scenario] = predictions(row.scenario)
-        found = row.measured(measurements(files[row.bench], row.case))
-        guess = row.predicted(scenarios[row.scenario])
+        found = row.measured(measurements(results(folder, row.bench), row.case))
+        guess = row.predicted(predictions(row.scenario))
         # Of something near nothing, a part says nothing: 10 µs are a twentieth of a switch.
         close = row.unit == "µs" and abs(guess - found) <= 10
         off = round(guess / found - 1, 2) if not close else 0.0
@@ -201,8 +199,9 @@ def table(folder: Path) -> tuple[str, int, int]:
             f"| `{row.scenario}` | `{row.bench}` {row.case} | {row.what} | {shown(found, row.unit)}"
             f" | {shown(guess, row.unit)} | {mark} |"
         )
+    files = {row.bench: results(folder, row.bench) for row in ROWS}
     sources = ", ".join(f"`{name}` {file['commit']}" for name, file in files.items())
-    device = next(iter(files.values()))
+    device = files[ROWS[0].bench]
     lines.append(f"\nMeasured on one {device['device']}, driver {device['driver']}, at the commits {sources}.")
     return "\n".join(lines), far, len(ROWS)
 
@@ -221,10 +220,7 @@ def main() -> int:
     if options.print:
         print(text)
     else:
-        page = PAGE.read_text()
-        before, rest = page.split(BEGIN)
-        _, after = rest.split(END)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        PAGE.write_text(plot.between(PAGE, PAGE.read_text(), BEGIN, END, text + "\n"))
     print(f"{rows - far} of {rows} within {FAR:.0%}", file=sys.stderr)
     return 0
 

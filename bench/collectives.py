@@ -78,28 +78,11 @@ GOES_ON_S, STARTS_S = 30.0, 120.0
 HANGS = 3
 
 
-class Flagged(Gpumux):
-    """gpumux where programs of some names have further flags of `gpumux run`."""
+class FewBlocks(Space):
+    """All in one group, and the second job with less of NCCL's thread blocks."""
 
-    def __init__(self, name: str, logs: Path, **flags: Sequence[str]) -> None:
-        super().__init__(name, logs)
-        self.flags = flags
-
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        return super().command(command, name, klass, [*self.flags.get(name, ()), *promise])
-
-
-class Grouped(Space):
-    """gpumux with all in one group, some with further flags, or with less of NCCL's thread blocks."""
-
-    def __init__(self, name: str, logs: Path, ctas: int = 0, **flags: Sequence[str]) -> None:
-        super().__init__(name, logs)
-        self.ctas, self.flags = ctas, flags
-
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        if self.ctas and name == "two":
-            command = ["env", f"NCCL_MAX_CTAS={self.ctas}", *command]
-        return super().command(command, name, klass, [*self.flags.get(name, ()), *promise])
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        return {"NCCL_MAX_CTAS": "4"} if name == "two" else {}
 
 
 def mode(name: str, logs: Path) -> Mode:
@@ -110,15 +93,15 @@ def mode(name: str, logs: Path) -> Mode:
         case "gangs":
             return Gpumux(name, logs)
         case "group":
-            return Grouped(name, logs)
+            return Space(name, logs)
         case "group-ctas":
-            return Grouped(name, logs, ctas=4)
+            return FewBlocks(name, logs)
         case "ranks-per-gpu":
-            return Grouped(name, logs, one=("--ranks-per-gpu", "2"))
+            return Space(name, logs, one=("--ranks-per-gpu", "2"))
         case "group-30" | "group-15":
-            return Grouped(name, logs, triad=("--limit", f"0.{name.removeprefix('group-')}"))
+            return Space(name, logs, triad=("--limit", f"0.{name.removeprefix('group-')}"))
         case "duty-30":
-            return Flagged(name, logs, triad=("--limit", "0.3"))
+            return Gpumux(name, logs, triad=("--limit", "0.3"))
     return peers.mode(name, logs)
 
 
@@ -153,13 +136,9 @@ class Budget:
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
 
-    def left(self) -> float:
-        """Seconds."""
-        return self.end - time.monotonic()
-
     def spent(self, what: str, needs: float) -> bool:
         """Whether there is no time for something any more."""
-        if self.left() >= needs:
+        if time.monotonic() + needs <= self.end:
             return False
         say(f"left out for want of time: {what}")
         return True
@@ -399,7 +378,7 @@ class Storm:
                     found.append(f"{(thread / 'comm').read_text().strip()} {state} {(thread / 'wchan').read_text()} {(thread / 'syscall').read_text().strip()[:60]}")
         for command in (["ps", "--json"], ["explain", self.kind.tenants[job]]):
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                asked = subprocess.run([self.kind.binary, *command], env=os.environ | self.kind.environment(), capture_output=True, text=True, timeout=10)
+                asked = self.kind.ask(*command, timeout=10)
                 found.append(f"== gpumux {' '.join(command)}\n{asked.stdout}{asked.stderr}")
         with contextlib.suppress(OSError, subprocess.SubprocessError, BenchError):
             self.kind.trace(self.logs / f"hang-{number}-{job}.trace.json", 20)
@@ -537,6 +516,9 @@ def bandwidth(options: argparse.Namespace, results: Results, logs: Path, _folder
     del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+RUN = {"storm": storm, "matrix": matrix, "pacing": pacing, "logical": logical, "bandwidth": bandwidth}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures one part."""
     parser = common.parser(
@@ -562,15 +544,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.seconds, options.rounds = options.seconds / 4, (options.rounds + 1) // 2
     logs = common.begin(options)
     results = Results(f"collectives-{options.part}", options.out, cases, list(dict.fromkeys(["alone", *modes])))
-    parts: dict[str, Callable[[argparse.Namespace, Results, Path, Path], int | None]] = {
-        "storm": storm,
-        "matrix": matrix,
-        "pacing": pacing,
-        "logical": logical,
-        "bandwidth": bandwidth,
-    }
     with tempfile.TemporaryDirectory(prefix="collectives-") as folder:
-        code = parts[options.part](options, results, logs, Path(folder))
+        code = RUN[options.part](options, results, logs, Path(folder))
     return results.finish() if code is None else code
 
 

@@ -22,10 +22,7 @@ import rounds
 from common import BenchError, Crew, Results
 
 CASES = {"graph+train": 1, "eager+train": 1, "decode+train": 1, "graph+2train": 2, "graph30+train": 1}
-MODES = [
-    "alone", "apart", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
-    "xsched", "xsched-1", "gpumux", "no-hints", "1us", "objective", "launches", "space", "group",
-]  # fmt: skip
+MODES = [it for it in peers.MODES if it != "gpumux-alone"]
 DEFAULT_MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective"]
 SERVER = (["serve", "--model", "resnet50"], "latency")
 STEPS = {"op": "steps"}

@@ -137,6 +137,21 @@ def shown_command(argv: Sequence[str]) -> str:
     return shlex.join(words)
 
 
+def head(bench: str, device: str, driver: str) -> dict[str, Any]:
+    """What a results file tells of its call."""
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    return {"bench": bench, "device": device, "driver": driver, "date": date, "commit": commit(), "command": shown_command(sys.argv)}
+
+
+def save(path: Path, data: dict[str, Any]) -> None:
+    """Writes a results file."""
+    check_results(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(path)
+
+
 class Results:
     """One results file, complete after every row."""
 
@@ -145,15 +160,7 @@ class Results:
         self.order = {(case, mode): (a, b) for a, case in enumerate(cases) for b, mode in enumerate(modes)}
         self.path = out / f"{bench}-{slug(device)}.json"
         self.failed: list[str] = []
-        self.data: dict[str, Any] = {
-            "bench": bench,
-            "device": device,
-            "driver": driver,
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "commit": commit(),
-            "command": shown_command(sys.argv),
-            "rows": [],
-        }
+        self.data: dict[str, Any] = head(bench, device, driver) | {"rows": []}
 
     def add(self, case: str, mode: str, values: dict[str, float], around: dict[str, list[float]] | None = None) -> None:
         """Writes one row, with the intervals of its values if there are any, in place of an earlier one of the same cell."""
@@ -169,11 +176,7 @@ class Results:
 
     def write(self) -> None:
         """Writes the file."""
-        check_results(self.data)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.data, indent=1) + "\n")
-        part.replace(self.path)
+        save(self.path, self.data)
 
     @contextlib.contextmanager
     def cell(self, what: str) -> Iterator[None]:
@@ -254,6 +257,29 @@ def end(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def until(what: str, patience_s: float, found: Callable[[], Any], process: subprocess.Popen[Any] | None = None) -> Any:
+    """What is found within a time, and while the process lives; raises BenchError where nothing is."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(OSError):
+            if answer := found():
+                return answer
+        if time.monotonic() > deadline:
+            raise BenchError(f"{what}: not within {patience_s:.0f} s")
+        if process and process.poll() is not None:
+            raise BenchError(f"{what}: the program has ended with {process.returncode}")
+        time.sleep(0.02)
+
+
+def until_none(what: str, patience_s: float, found: Callable[[], Sequence[str]]) -> None:
+    """Until nothing is found any more; raises BenchError with what still is."""
+    deadline = time.monotonic() + patience_s
+    while left := found():
+        if time.monotonic() > deadline:
+            raise BenchError(f"{what}: {', '.join(left)}")
+        time.sleep(0.2)
+
+
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -314,11 +340,14 @@ class Mode:
         """What a program needs in addition."""
         return {}
 
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        """What a program of this name and class has in its environment besides."""
+        return {}
+
+    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
         """The command that runs a program in this mode; `promise` are further flags of `gpumux run`."""
-        return list(command)
+        variables = self.variables(name, klass)
+        return [*(["env", *(f"{k}={v}" for k, v in variables.items())] if variables else []), *command]
 
     def start(self, command: Sequence[str], log: Path, environment: Mapping[str, str] = {}, **given: Any) -> subprocess.Popen[Any]:
         """Starts a command with this mode's environment, in a session of its own; what it says goes to the log, but for pipes that are given."""
@@ -396,11 +425,11 @@ class Mps(Mode):
 
 
 class Gpumux(Mode):
-    """A gpumux daemon of our own, with one of its policies and mechanisms."""
+    """A gpumux daemon of our own, with one of its policies and mechanisms; `more` are further flags of `gpumux run`, by a program's name."""
 
-    def __init__(self, name: str, logs: Path, policy: str | None = None, mechanism: str | None = None) -> None:
+    def __init__(self, name: str, logs: Path, policy: str | None = None, mechanism: str | None = None, **more: Sequence[str]) -> None:
         super().__init__(name, logs)
-        self.policy, self.mechanism = policy, mechanism
+        self.policy, self.mechanism, self.more = policy, mechanism, more
         self.tenants: dict[str, str] = {}
         self.started = 0
 
@@ -441,23 +470,16 @@ class Gpumux(Mode):
     def environment(self) -> dict[str, str]:
         return {"GPUMUX_RUNTIME_DIR": str(self.folder)}
 
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
-        promise = [*(["--class", klass] if klass else []), *promise]
+    def flags(self, name: str, klass: str | None) -> list[str]:
+        """Flags of `gpumux run` for a program of this name and class."""
+        return [*(["--class", klass] if klass else []), *self.more.get(name, ())]
+
+    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
         # The tenant of an earlier process of this name may not have ended yet.
         self.started += 1
         self.tenants[name] = f"{name}-{self.started}"
-        return [
-            self.binary,
-            "run",
-            "--strict",
-            "--name",
-            self.tenants[name],
-            *promise,
-            "--",
-            *command,
-        ]
+        run = [self.binary, "run", "--strict", "--name", self.tenants[name], *self.flags(name, klass), *promise, "--"]
+        return [*run, *super().command(command, name, klass)]
 
     def ask(self, *words: str, timeout: float = 20) -> subprocess.CompletedProcess[str]:
         """Runs a command of gpumux with this daemon."""
@@ -478,15 +500,11 @@ class Gpumux(Mode):
         return json.loads(asked.stdout)["tenants"]
 
     def check(self, names: Sequence[str]) -> None:
-        deadline = time.monotonic() + 10
-        while True:
+        def missing() -> list[str]:
             managed = {tenant["name"] for tenant in self.tenants_now() if tenant["domains"]}
-            missing = [name for name in names if self.tenants[name] not in managed]
-            if not missing:
-                return
-            if time.monotonic() > deadline:
-                raise BenchError(f"not managed by gpumux: {', '.join(missing)}")
-            time.sleep(0.2)
+            return [name for name in names if self.tenants[name] not in managed]
+
+        until_none("not managed by gpumux", 10, missing)
 
     def trace(self, file: Path, seconds: float) -> None:
         """Writes what the scheduler did lately."""

@@ -9,12 +9,12 @@ Values: `one_gbps`, `two_gbps`, `total_gbps` (of all ways), `share_one`.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import common
+import peers
 import rounds
 from common import BenchError, Crew, Gpumux, Results
 
@@ -65,26 +65,16 @@ def main() -> int:
     logs = common.begin(options)
     seconds, most, least = rounds.quick(options)
     results = Results("copies", options.out, CASES, MODES)
+    programs: peers.Programs = {name: ([str(options.piece)], "standard") for name in NAMES}
 
-    with contextlib.ExitStack() as stack:
-        crews: dict[str, Crew] = {}
+    def measure(crew: Crew, case: str, mode: str, _round: int) -> dict[str, Any]:
+        if isinstance(crew.mode, Gpumux):
+            guarantee(crew.mode, case.split()[0])
+        return rounds.cell(**values(crew.measure(seconds, orders(case, mode), LEAD_S)))
 
-        def have(mode: str) -> Crew:
-            """The programs of a mode, which live as long as this one."""
-            if mode not in crews:
-                made = stack.enter_context(common.mode(mode, logs))
-                crews[mode] = stack.enter_context(Crew(made, (sys.executable, str(WORKER))))
-                crews[mode].have({name: ([str(options.piece)], "standard") for name in NAMES})
-            return crews[mode]
-
-        def measure(case: str, mode: str, _round: int) -> dict[str, Any]:
-            crew = have("time-slicing" if mode == "alone" else mode)
-            if isinstance(crew.mode, Gpumux):
-                guarantee(crew.mode, case.split()[0])
-            return rounds.cell(**values(crew.measure(seconds, orders(case, mode), LEAD_S)))
-
-        plan = rounds.Plan(options.cases, list(options.modes), measure, least=dict.fromkeys(options.cases, least))
-        return rounds.run(plan, results, options.budget, most)
+    stages = peers.stages(options.modes, options.modes)
+    worker = (sys.executable, str(WORKER))
+    return peers.compare(results, options.cases, stages, lambda *_: programs, measure, logs, options.budget, most, least, program=worker, placed=False)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ it says so, and the exit status is 3.
 import argparse
 import collections
 import concurrent.futures
-import datetime
 import hashlib
 import io
 import json
@@ -149,10 +148,7 @@ def main():
                 if line["result"] == "wrong" or line["result"] == "not ended" and failed:
                     print(f"{line['result']}: {test}: {line['why']}")
     if arguments.out:
-        head = {"bench": "corpus", "device": "NVIDIA H100 80GB HBM3 (emulated)", "driver": "emulated"}
-        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-        run = {"date": date, "commit": common.commit(), "command": common.shown_command(sys.argv)}
-        arguments.out.write_text(json.dumps(head | run | {"rows": rows}, indent=1) + "\n")
+        common.save(arguments.out, common.head("corpus", "NVIDIA H100 80GB HBM3 (emulated)", "emulated") | {"rows": rows})
     return 1 if failed else 0
 
 

@@ -19,15 +19,12 @@ from typing import Any
 import common
 import peers
 import rounds
+from colocation import STEPS, rate
 from common import BenchError, Crew, Results
 
 CASES = ["eager", "batching", "graph"]
-MODES = [
-    "alone", "apart", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
-    "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "1us", "objective", "launches", "space", "group",
-]  # fmt: skip
+MODES = peers.MODES
 DEFAULT_MODES = ["alone", "time-slicing", "mps", "gpumux", "gpumux-alone"]
-STEPS = {"op": "steps"}
 # An engine for batches is made by the first order.
 LEAD_S = {"batching": 4.0}
 
@@ -37,7 +34,7 @@ def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> di
     tokens = {"server": {"op": "tokens", "kind": case, "seed": number}}
     answers = peers.beside(crew, mode, seconds, tokens, {"training": STEPS}, LEAD_S.get(case, 0.5))
     server, training = answers["server"], answers["training"]
-    return rounds.cell(server["latencies_ms"], token_rate=server["calls"] / seconds, batch_rate=training["calls"] / training["seconds"])
+    return rounds.cell(server["latencies_ms"], token_rate=server["calls"] / seconds, batch_rate=rate(training))
 
 
 def programs_of(case: str, stage: str, kinds: Sequence[str], batch: int) -> peers.Programs:

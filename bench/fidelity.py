@@ -36,13 +36,16 @@ BEGIN, RESULT = re.compile(r"^test (\S+) \.\.\. ?(.*)$"), re.compile(r"^(ok|FAIL
 TABLE_BEGIN, TABLE_END = "<!-- fidelity:begin -->", "<!-- fidelity:end -->"
 
 
-def lines(process: subprocess.Popen[str], deadline: float) -> Iterator[str]:
-    """Standard output as it comes, until its end or the deadline."""
+def lines(process: subprocess.Popen[str], deadline: float, log: Path) -> Iterator[str]:
+    """Standard output as it comes, until its end or the deadline; a file keeps it."""
     found: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
-        for line in process.stdout or ():
-            found.put(line)
+        with log.open("w") as file:
+            for line in process.stdout or ():
+                file.write(line)
+                file.flush()
+                found.put(line)
         found.put(None)
 
     threading.Thread(target=read, daemon=True).start()
@@ -54,15 +57,6 @@ def lines(process: subprocess.Popen[str], deadline: float) -> Iterator[str]:
         if line is None:
             return
         yield line
-
-
-def logged(output: Iterable[str], log: Path) -> Iterator[str]:
-    """The same, kept in a file."""
-    with log.open("w") as file:
-        for line in output:
-            file.write(line)
-            file.flush()
-            yield line
 
 
 def results(output: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -99,7 +93,7 @@ def run_tests(command: list[str], env: dict[str, str], log: Path, deadline: floa
         cwd=common.BENCH.parent,
     ) as process:
         begin = time.monotonic()
-        for name, result in results(logged(lines(process, deadline), log)):
+        for name, result in results(lines(process, deadline, log)):
             now = time.monotonic()
             values = {"ok": float(result == "ok"), "skipped": float(result == "skipped"), "seconds": now - begin}
             rows.append({"case": "test", "mode": name, "values": values})
@@ -123,16 +117,7 @@ def report(args: argparse.Namespace) -> int:
     logs = args.logs or Path(tempfile.mkdtemp(prefix="fidelity-"))
     logs.mkdir(parents=True, exist_ok=True)
     device, driver = common.device_and_driver() if args.real else ("unknown", "emulated")
-    data: dict[str, Any] = {
-        "bench": "fidelity",
-        "device": device,
-        "driver": driver,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": common.commit(),
-        "command": common.shown_command(sys.argv),
-        "rows": [],
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = common.head("fidelity", device, driver) | {"rows": []}
     complete = True
     for group in args.groups:
         timings = logs / "timings.jsonl"
@@ -150,9 +135,8 @@ def report(args: argparse.Namespace) -> int:
         data["rows"] += rows
         complete &= ended and bool(rows)
         data["rows"] = [rounded(row) for row in data["rows"]]
-        common.check_results(data)
         out = args.out / f"fidelity-{common.slug(data['device'])}.json"
-        out.write_text(json.dumps(data, indent=1) + "\n")
+        common.save(out, data)
     tests = [row["values"] for row in data["rows"] if row["case"] == "test"]
     held, skipped = sum(row["ok"] for row in tests), sum(row["skipped"] for row in tests)
     say(f"{held:.0f} of {len(tests)} tests hold, {skipped:.0f} were skipped; {out}; logs in {logs}")

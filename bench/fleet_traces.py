@@ -1,7 +1,7 @@
-"""Public traces besides that of FGD's experiment, as the lists that `gpumux fleet` reads.
+"""Public traces, as the lists that `gpumux fleet` reads.
 
-Each source is a set of files with one checksum: the SHA-256 of their SHA-256 sums, in order. `sources` names them, and the
-functions below turn what was fetched into CSV files beside it. Nothing of a trace is part of the repository.
+Each source is a set of files with one checksum: the SHA-256 of their SHA-256 sums, in order. `SOURCES` names them. The lists of FGD's experiment
+are read as they are; the functions below turn the others into CSV files beside them. Nothing of a trace is part of the repository.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import pickle
 import re
 import tarfile
@@ -18,10 +17,22 @@ from pathlib import Path
 from typing import Any
 
 RAW = "https://raw.githubusercontent.com/"
+FGD = RAW + "hkust-adsl/kubernetes-scheduler-simulator/8f3d6417353c5083c6d56617f255fadd8dc306bc/"
 ALIBABA = RAW + "alibaba/clusterdata/7a6c496e4f4b6ce6150be8f881cb051bf2abff42/"
 MUXSERVE = RAW + "hao-ai-lab/MuxServe/223148033454e4740f4b4617c72910c370a5604b/"
 PRISM = RAW + "Multi-LLM/prism-research/595ec1f170e75a43897a7a2ad58ac5a9820aa2e8/"
 
+NODES = "data/csv/openb_node_list_gpu_node.csv"
+PODS = "data/csv/openb_pod_list_{}.csv"
+EXPECTED = "experiments/analysis/expected_results/analysis_{}_discrete.csv"
+# Inputs of FGD's experiment.
+CASES = [
+    "default",
+    *(f"cpu{percent}" for percent in ("050", "100", "200", "250")),
+    *(f"gpushare{percent}" for percent in (40, 60, 80, 100)),
+    *(f"gpuspec{percent}" for percent in (10, 20, 25, 33)),
+    *(f"multigpu{percent}" for percent in (20, 30, 40, 50)),
+]
 DLRM = "cluster-trace-gpu-v2025/disaggregated_DLRM_trace.csv"
 SPOT_NODES = "cluster-trace-v2026-spot-gpu/node_info_df.csv"
 GENAI = "cluster-trace-v2026-GenAI/pod_gpu_{}_anon"
@@ -62,6 +73,7 @@ def muxserve_measured(scale: int, how: str) -> str:
 
 
 SOURCES: dict[str, tuple[str, list[str], str]] = {
+    "fgd": (FGD, [NODES, *map(EXPECTED.format, ("allo", "frag")), *map(PODS.format, CASES)], "b8c09fd91d8d084804cfca40541c1674bf1d43fe5470de16d8db3fa1ea51fcc8"),
     "alibaba": (ALIBABA, [DLRM, SPOT_NODES, *(GENAI.format(what) + ".tar.gz" for what in GENAI_WHAT)], "f3d026525ce25ea9c595c3daec8b2613e2c7dcb32345798fd79f1e57aab2d8f0"),
     "muxserve": (
         MUXSERVE,
@@ -204,9 +216,3 @@ def prism_models(rows: list[list[Any]], model: str) -> list[list[Any]]:
     """Each model of the requests, as if it were this one; requests have lengths of their own, and no rate is needed."""
     names = sorted({row[0] for row in rows}, key=int)
     return [[name, model, 1, *TOKENS, *LLAMA[model]] for name in names]
-
-
-def loaded(path: Path) -> dict[str, Any]:
-    """A JSON file."""
-    data: dict[str, Any] = json.loads(path.read_text())
-    return data

@@ -27,7 +27,6 @@ import http.client
 import statistics
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,16 +125,6 @@ def evaluate(tenants: Sequence[Tenant], found: Sequence[dict[str, Any]], guarant
     return values
 
 
-def iterations(kind: Kind, plain: Mode) -> int:
-    """Of a kind's kernel, measured alone."""
-    arguments = [kind.arguments[0], "--kernel-us", str(kind.kernel_us), "--calibrate"]
-    process = shares.start(plain, shares.BATCH, "calibrate", arguments)
-    try:
-        return shares.report(process, time.monotonic() + common.REPLY_S)["iterations"]
-    finally:
-        common.end(process, 1.0)
-
-
 class Bounds(threading.Thread):
     """Watches the bounds on the lag of tenants: their shares × the bounds on their waits (docs/concepts.md), the largest while they run."""
 
@@ -220,7 +209,7 @@ def main() -> int:
     results = Results("guarantees", options.out, list(CASES), MODES)
 
     plain = Mode("alone", logs)
-    work = {name: iterations(kind, plain) for name, kind in KINDS.items()}
+    work = {name: shares.calibrated(plain, kind.arguments[0], kind.kernel_us)["iterations"] for name, kind in KINDS.items()}
     light = [Tenant("light", "latency", 0.0)]
     seen: dict[tuple[str, str], list[dict[str, float]]] = {}
 

@@ -13,15 +13,14 @@ Modes: `alone`, `none` (gpumux without hints), `auto` (what the library predicts
 
 from __future__ import annotations
 
-import contextlib
-import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import colocation
 import common
 import shares
 from common import BenchError, Crew, Gpumux, Mode, Results
@@ -77,31 +76,8 @@ def counted(mode: Mode, name: str) -> dict[str, float]:
     for tenant in mode.tenants_now():
         if tenant["name"] == mode.tenants[name]:
             hints = tenant["hints"]
-            return {
-                "hints_given": hints["given"],
-                "hints_useful": hints["useful"],
-                "held_us": hints["held_us"],
-            }
+            return {"hints_given": hints["given"], "hints_useful": hints["useful"], "held_us": hints["held_us"]}
     raise BenchError(f"{name} is not managed by gpumux")
-
-
-@contextlib.contextmanager
-def ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
-    """Ends processes, whatever happens."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            common.end(process, 1.0)
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Waits until a workload has made its ready file."""
-    deadline = time.monotonic() + common.REPLY_S
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise BenchError("a workload did not become ready")
-        time.sleep(0.005)
 
 
 def beside(
@@ -112,20 +88,19 @@ def beside(
         ready, begin = Path(folder) / "ready", Path(folder) / "start"
         gate = ["--ready-file", str(ready), "--start-file", str(begin)]
         processes: list[subprocess.Popen[str]] = []
-        with ended(processes):
+        with shares.ending(processes):
             if isinstance(job, list):
                 files = ["--ready-file", str(ready) + "-job", "--start-file", str(begin)]
                 length = ["--seconds", str(seconds)]
                 processes.append(start(mode, "job", "batch", "", [*job, *length, *files]))
-                wait_for(Path(str(ready) + "-job"), processes[-1])
+                common.until("the job is ready", common.REPLY_S, Path(str(ready) + "-job").exists, processes[-1])
             length = ["--seconds", str(seconds + (1 if isinstance(job, Crew) else 0))]
             processes.append(start(mode, "task", "latency", hints, [*arguments, *length, *gate]))
-            wait_for(ready, processes[-1])
+            common.until("the task is ready", common.REPLY_S, ready.exists, processes[-1])
             begin.touch()
             values: dict[str, float] = {}
             if isinstance(job, Crew):
-                answer = job.measure(seconds, {"training": {"op": "steps"}})["training"]
-                values["batch_rate"] = answer["calls"] / answer["seconds"]
+                values["batch_rate"] = colocation.rate(job.measure(seconds, {"training": colocation.STEPS})["training"])
             else:
                 time.sleep(max(0.0, seconds - 0.3))
             # While both still run: the counts go with the process.
@@ -144,16 +119,11 @@ def torch(mode: Mode, hints: str, case: str, seconds: float, crew: Crew, alone: 
     if isinstance(mode, Gpumux):
         mode.set("server", "--hints", FLAGS[hints])
     before = counted(mode, "server")
-    visits = {"op": "visits", "kind": "graph", "pauses": common.pauses(0.005, 0.020, seconds, 1)}
-    answers = crew.measure(seconds, {"server": visits} | ({} if alone else {"training": {"op": "steps"}}))
+    answers = crew.measure(seconds, {"server": colocation.requests("graph", seconds)} | ({} if alone else {"training": colocation.STEPS}))
     ms = answers["server"]["latencies_ms"]
-    values = {
-        "latency_p50_us": common.quantile(ms, 0.5) * 1e3,
-        "latency_p99_us": common.quantile(ms, 0.99) * 1e3,
-    }
+    values = {f"latency_{name}_us": common.quantile(ms, q) * 1e3 for name, q in (("p50", 0.5), ("p99", 0.99))}
     if not alone:
-        training = answers["training"]
-        values["batch_rate"] = training["calls"] / training["seconds"]
+        values["batch_rate"] = colocation.rate(answers["training"])
     after = counted(mode, "server")
     return values | {name: after[name] - before[name] for name in after}
 
@@ -179,9 +149,7 @@ def main() -> int:
     results = Results("hints", options.out, CASES, MODES)
     plain = Mode("alone", logs)
 
-    calibrate = start(plain, "calibrate", "latency", "", ["latency", "--kernel-us", "10", "--calibrate"])
-    with ended([calibrate]):
-        iterations = shares.reports([calibrate], time.monotonic() + common.REPLY_S)[0]["iterations"]
+    iterations = shares.calibrated(plain, "latency", 10)["iterations"]
 
     # Alone is always measured: what is added is over it.
     alone: dict[str, dict[str, float]] = {}

@@ -50,11 +50,6 @@ class Job:
             if not count:
                 return found
 
-    def until_again(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Waits until it runs again: its last step, and its new start."""
-        began = self.until("began")
-        return self.steps[-1], began
-
 
 def fault(mode: Space) -> None:
     """A member that faults once it has worked for a moment."""
@@ -75,7 +70,7 @@ def measure(mode: Space, case: str, way: str, folder: Path, options: Any) -> dic
         mode.check(["job"])
         job.until("step", options.steps)
         fault(mode)
-        last, began = job.until_again()
+        began, last = job.until("began"), job.steps[-1]
         found, checked = job.until("found"), job.until("checked")
         before = len(job.steps)
         first = job.until("step")

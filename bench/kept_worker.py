@@ -24,27 +24,20 @@ PIECE = 64 << 20
 """Files are written and read in such pieces."""
 
 
-class Driver:
+class Driver(gpumux.kv._Driver):
     """The job by the driver's own calls, where there is no PyTorch: a step sets all words."""
 
     def __init__(self, size: int, kept: bool, _step_ms: float) -> None:
-        self.cuda, self.size = ctypes.CDLL("libcuda.so.1"), size
-        context, at = ctypes.c_void_p(), ctypes.c_uint64()
-        self.call("cuInit", 0)
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        self.call("cuCtxSetCurrent", context)
+        super().__init__(0)
+        self.call("cuCtxSetCurrent", self.context)
+        self.size = size
         self.buffer = gpumux.kept.Buffer("state", size, fallback=False) if kept else None
         if self.buffer is None:
-            self.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
-            self.address = int(at.value)
+            self.address = self.alloc(size)
             self.step(0)
         else:
             self.address = self.buffer.address
         self.piece = (ctypes.c_uint32 * (PIECE // 4))()
-
-    def call(self, name: str, *arguments: Any) -> None:
-        if error := getattr(self.cuda, name)(*arguments):
-            raise RuntimeError(f"{name} answers {error}")
 
     def step(self, number: int) -> None:
         self.call("cuMemsetD32_v2", ctypes.c_uint64(self.address), number, ctypes.c_size_t(self.size // 4))

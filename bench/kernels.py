@@ -42,8 +42,8 @@ def main() -> int:
         with results.cell(name), common.mode(name, logs) as mode:
             for case in options.cases:
                 with results.cell(f"{case} / {name}"):
-                    loops = [(Program("latency"), shares.PERIODIC), (Program("batch"), batch(case))]
-                    reports, _ = shares.at_once(mode, loops[:1] if name == "alone" else loops, seconds)
+                    loops = [(Program("latency"), shares.PERIODIC, seconds), (Program("batch"), batch(case), seconds)]
+                    reports, _ = shares.at_once(mode, loops[:1] if name == "alone" else loops)
                     quantiles = ("p50", "p99", "p999")
                     values = {f"latency_{it}_us": reports[0][f"{it}_us"] for it in quantiles}
                     if name != "alone":

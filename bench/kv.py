@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import random
 import signal
 import statistics
@@ -32,9 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-from common import BenchError, Gpumux, Mode, Results, Worker
-from memory import Api, cell, holder, started, wait_for
-from residency import Nvml, until
+from common import BenchError, Gpumux, Mode, Results, Worker, until
+from memory import Api, Nvml, cell, each, holding, started
 
 WORKER = Path(__file__).resolve().parent / "kv_worker.py"
 GIB, MIB = 1 << 30, 1 << 20
@@ -78,11 +76,9 @@ def left(mode: Gpumux, size: int, logs: Path) -> Iterator[int]:
     """About so many bytes are free for tenants, and how many: a program that is none has the rest. An idle tenant's would be lent to others."""
     device = Api(mode).device()
     free = lambda: Api(mode).memory()["free"]  # noqa: E731
-    before, ready = free(), logs / "ready-rest"
+    before = free()
     rest = (before - size - device["context_bytes"]) // MIB
-    ready.unlink(missing_ok=True)
-    with started(Mode("alone", logs), "rest", holder(f"{rest}MiB", ready)) as holding:
-        wait_for(ready, holding)
+    with holding(Mode("alone", logs), "rest", f"{rest}MiB"):
         until("the daemon's look at the device", 10, lambda: free() < before - rest * MIB // 2)
         yield free()
 
@@ -97,15 +93,12 @@ def moves(mode: Gpumux, name: str) -> int:
     return tenant(mode, name)["moves"]["outs"]
 
 
-def granules(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+def granules(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
     """What a granule costs, of one process, or of so many ranks."""
-    for case, name in itertools.product(cases, modes):
-        size = bytes_of(case)
-        ranks = ["--ranks", name] if name.isdigit() else []
-        with cell(results, f"granules {case}, {name}", logs), Gpumux("gpumux", logs) as mode:
-            command = worker(options.granules * size, options, "--granule", str(size), *ranks)
-            with pool(mode, f"granules-{case}", command) as process:
-                results.add(case, name, order(process, "granules", count=options.granules, tries=options.tries))
+    size = bytes_of(case)
+    ranks = ["--ranks", name] if name.isdigit() else []
+    with Gpumux("gpumux", logs) as mode, pool(mode, f"granules-{case}", worker(options.granules * size, options, "--granule", str(size), *ranks)) as process:
+        return order(process, "granules", count=options.granules, tries=options.tries)
 
 
 def guarantee(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
@@ -192,7 +185,7 @@ def random_takes(results: Results, _cases: Sequence[str], _modes: Sequence[str],
         results.add("two-pools", "gpumux", {"takes": taken, "moves": count, "changes": changes, **sums})
 
 
-RUN = {"granules": granules, "ranks": granules, "guarantee": guarantee, "random": random_takes}
+RUN = {"granules": each(granules), "ranks": each(granules), "guarantee": guarantee, "random": random_takes}
 
 
 def usual(part: str) -> tuple[list[str], list[str]]:

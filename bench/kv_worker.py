@@ -21,21 +21,14 @@ import gpumux.kv as kv  # noqa: E402
 MIB, GIB = 1 << 20, 1 << 30
 
 
-class Driver:
+class Driver(kv._Driver):
     """Contents by the driver's own calls, where there is no PyTorch."""
 
     def __init__(self, pool: kv.Pool) -> None:
+        super().__init__(pool.device)
         self.pool, self.words = pool, pool.page_bytes // 4
-        self.cuda, self.found = ctypes.CDLL("libcuda.so.1"), (ctypes.c_uint32 * self.words)()
-        self.context, at = ctypes.c_void_p(), ctypes.c_uint64()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), pool.device)
+        self.found, self.scratch = (ctypes.c_uint32 * self.words)(), ctypes.c_uint64(self.alloc(MIB))
         self.call("cuCtxSetCurrent", self.context)
-        self.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(MIB))
-        self.scratch = at
-
-    def call(self, name: str, *arguments: Any) -> None:
-        if error := getattr(self.cuda, name)(*arguments):
-            raise RuntimeError(f"{name} answers {error}")
 
     def write(self, pages: list[int], salt: int) -> None:
         for page in pages:
@@ -119,13 +112,11 @@ class Worker:
         step = max(1, GIB // self.pool.page_bytes)
         while len(self.kept) < self.pool.pages:
             found = self.pool.alloc(min(step, self.pool.pages - len(self.kept)), wait_s=0.5)
+            if found is None and step == 1:
+                break
             if found is None:
-                if step == 1:
-                    break
-                step //= 4 if step >= 4 else step
-                step = max(step, 1)
-                continue
-            self.kept += found
+                step = max(1, step // 4)
+            self.kept += found or []
         self.kept.sort()
         borrowed = len(self.kept) * self.pool.page_bytes
         number = len(self.kept) if state == "in-use" else keep // self.pool.page_bytes

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import random
 import sys
 import time
@@ -30,8 +29,7 @@ import rooms
 import rounds
 import serve
 from common import BenchError, Gpumux, Mode, Results, Worker
-from memory import cell
-from residency import Nvml
+from memory import Nvml, cell
 
 MODES = ["stock", "sleep", "gpumux"]
 CELLS = "1/stock,4/stock,4/sleep,4/gpumux,6/sleep,6/gpumux"
@@ -182,10 +180,7 @@ def main() -> int:
     logs = common.begin(options)
     options.seconds /= 4 if options.quick else 1
     options.cache, options.left = kv.bytes_of(options.cache), engines.Budget(options.budget)
-    with open(options.trace, newline="") as file:
-        lengths = serve.trace(csv.DictReader(file))
-    if not lengths:
-        raise BenchError(f"{options.trace} has no requests")
+    lengths = serve.read(options.trace)
     options.model = engines.prepare(logs, serve.LLAMA_3_8B)
     results = Results("many", options.out, list(dict.fromkeys(str(models) for models, _ in options.cells)), MODES)
     for models, name in options.cells:

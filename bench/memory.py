@@ -21,15 +21,17 @@ when idle) and `cold` (a process is started for the request). Values: time to th
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import http.client
+import itertools
 import json
 import random
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -120,25 +122,60 @@ class Api(http.client.HTTPConnection):
         return (time.monotonic() - begin) * 1e3
 
 
+class Nvml:
+    """What the driver reports of the first device that programs see, independently of gpumux."""
+
+    class _Memory(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+    def __init__(self) -> None:
+        self.library, self.device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+        seen = common.visible()
+        by, which = (self.library.nvmlDeviceGetHandleByIndex_v2, int(seen)) if seen.isdigit() else (self.library.nvmlDeviceGetHandleByUUID, seen.encode())
+        if self.library.nvmlInit_v2() or by(which, ctypes.byref(self.device)):
+            raise BenchError(f"NVML does not answer, or knows no device {seen}")
+
+    def count(self) -> int:
+        """Devices."""
+        found = ctypes.c_uint()
+        if result := self.library.nvmlDeviceGetCount_v2(ctypes.byref(found)):
+            raise BenchError(f"nvmlDeviceGetCount answers {result}")
+        return found.value
+
+    def memory(self) -> Nvml._Memory:
+        """In bytes."""
+        found = self._Memory()
+        if result := self.library.nvmlDeviceGetMemoryInfo(self.device, ctypes.byref(found)):
+            raise BenchError(f"nvmlDeviceGetMemoryInfo answers {result}")
+        return found
+
+
 @contextlib.contextmanager
 def cell(results: Results, what: str, logs: Path) -> Iterator[None]:
     """A cell that, when it fails, shows the last output of every process."""
     begin = time.time()
-
-    def shown() -> None:
-        for log in sorted(logs.glob("*.log")):
-            if log.stat().st_mtime >= begin and (text := common.tail(log, 25)):
-                say(f"end of {log.name}:\n    {text}")
-        kernel = common.run_quietly("dmesg").splitlines()
-        for said in [line for line in kernel if "Xid" in line][-5:]:
-            say(said)
-
     with results.cell(what):
         try:
             yield
         except Exception:
-            shown()
+            for log in sorted(logs.glob("*.log")):
+                if log.stat().st_mtime >= begin and (text := common.tail(log, 25)):
+                    say(f"end of {log.name}:\n    {text}")
+            kernel = common.run_quietly("dmesg").splitlines()
+            for said in [line for line in kernel if "Xid" in line][-5:]:
+                say(said)
             raise
+
+
+def each(of: Callable[[str, str, Path, argparse.Namespace], dict[str, float]]) -> Callable[..., None]:
+    """A part whose cells are measured one after the other: `of(case, mode, logs, options)` gives their values."""
+
+    def part(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+        for case, name in itertools.product(cases, modes):
+            with cell(results, f"{case} / {name}", logs):
+                results.add(case, name, of(case, name, logs, options))
+
+    return part
 
 
 @contextlib.contextmanager
@@ -156,28 +193,21 @@ def script(what: str, *arguments: str) -> list[str]:
     return [sys.executable, str(WORKER), what, *arguments]
 
 
-def holder(case: str, ready: Path, *arguments: str) -> list[str]:
-    """A program that holds so much memory and does nothing."""
-    held = ["--memory", case, "--seconds", "600", "--ready-file", str(ready), *arguments]
-    return [common.gpumux(), "workload", "idle", *held]
-
-
-def wait_for(ready: Path, holding: Worker) -> None:
-    """Waits until a program has made its ready file."""
-    deadline = time.monotonic() + common.REPLY_S
-    while not ready.exists():
-        if holding.process.poll() is not None or time.monotonic() > deadline:
-            raise BenchError(f"the program did not become ready: {common.tail(holding.log)}")
-        time.sleep(0.01)
+@contextlib.contextmanager
+def holding(mode: Mode, name: str, size: str, *arguments: str, promise: Sequence[str] = ()) -> Iterator[Worker]:
+    """A program that has so much memory, keeps it, and does nothing."""
+    ready = mode.logs / f"ready-{mode.name}-{name}"
+    # One of an earlier run is no sign.
+    ready.unlink(missing_ok=True)
+    command = [common.gpumux(), "workload", "idle", "--memory", size, "--seconds", "3600", "--ready-file", str(ready), *arguments]
+    with started(mode, name, command, promise) as process:
+        common.until(f"{name} has {size}", common.REPLY_S, ready.exists, process.process)
+        yield process
 
 
 def swap_gpumux(case: str, logs: Path, tries: int, *arguments: str) -> dict[str, float]:
     """Sleeps and wakes of a tenant: the medians, the first time out apart, since it makes the host memory."""
-    ready = logs / "-".join(["ready", case, *arguments])
-    # One of an earlier run is no sign.
-    ready.unlink(missing_ok=True)
-    with Gpumux("gpumux", logs) as mode, started(mode, f"hold-{case}", holder(case, ready, *arguments)) as holding:
-        wait_for(ready, holding)
+    with Gpumux("gpumux", logs) as mode, holding(mode, f"hold-{case}", case, *arguments):
         api, tenant = Api(mode), f"/v1/tenants/{mode.tenants[f'hold-{case}']}"
         outs, ins = [], []
         for _ in range(tries):
@@ -200,10 +230,8 @@ def swap_checkpoint(case: str, logs: Path) -> dict[str, float]:
         if result := getattr(cuda, name)(pid, None):
             raise BenchError(f"{name} answers {result}")
 
-    ready, plain = logs / f"ready-checkpoint-{case}", Mode("checkpoint", logs)
-    with started(plain, f"hold-{case}", holder(case, ready)) as holding:
-        wait_for(ready, holding)
-        pid, begin = holding.process.pid, time.monotonic()
+    with holding(Mode("checkpoint", logs), f"hold-{case}", case) as process:
+        pid, begin = process.process.pid, time.monotonic()
         call("cuCheckpointProcessLock", pid)
         call("cuCheckpointProcessCheckpoint", pid)
         middle = time.monotonic()
@@ -213,33 +241,16 @@ def swap_checkpoint(case: str, logs: Path) -> dict[str, float]:
     return with_rates(times, gib(case) * GIB)
 
 
-def swap_copy(case: str, logs: Path) -> dict[str, float]:
-    """Plain copies."""
-    with started(Mode("copy", logs), case, script("copy", "--gib", str(gib(case)))) as copying:
-        return with_rates(copying.reply(common.READY_S), gib(case) * GIB)
-
-
-def swap(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
-    """All cells of `swap`."""
-    for case in cases:
-        for mode in modes:
-            with cell(results, f"{case} / {mode}", logs):
-                match mode:
-                    case "gpumux":
-                        values = swap_gpumux(case, logs, 3 if quick else 6)
-                    case "checkpoint":
-                        values = swap_checkpoint(case, logs)
-                    case _:
-                        values = swap_copy(case, logs)
-                results.add(case, mode, values)
-
-
-def card_gib() -> float:
-    """Memory of the programs' GPU."""
-    text = common.run_quietly("nvidia-smi", "-i", common.visible(), "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    if not text:
-        raise BenchError("nvidia-smi does not say how much memory there is")
-    return float(text.splitlines()[0]) / 1024
+def swap(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One cell of `swap`."""
+    match name:
+        case "gpumux":
+            return swap_gpumux(case, logs, 3 if options.quick else 6)
+        case "checkpoint":
+            return swap_checkpoint(case, logs)
+        case _:
+            with started(Mode("copy", logs), case, script("copy", "--gib", str(gib(case)))) as copying:
+                return with_rates(copying.reply(common.READY_S), gib(case) * GIB)
 
 
 def trained(jobs: Sequence[Worker], patience_s: float) -> list[list[str]]:
@@ -249,13 +260,11 @@ def trained(jobs: Sequence[Worker], patience_s: float) -> list[list[str]]:
     return [job.reply(patience_s)["losses"] for job in jobs]
 
 
-def oversubscribe(
-    results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool
-) -> None:
+def oversubscribe(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `oversubscribe`. Starting Python and PyTorch is not measured."""
-    size = 0.6 * card_gib()
-    command = script("train", "--gib", f"{size:.1f}", "--steps", "60" if quick else "200")
-    patience_s = 120.0 if quick else 600.0
+    size = 0.6 * Nvml().memory().total / GIB
+    command = script("train", "--gib", f"{size:.1f}", "--steps", "60" if options.quick else "200")
+    patience_s = 120.0 if options.quick else 600.0
     for case in cases:
         count = int(case.partition("x")[0])
         losses: list[list[str]] = []
@@ -277,10 +286,10 @@ def oversubscribe(
                 results.add(case, name, {"total_s": total})
 
 
-def losses(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
+def losses(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `losses`: with gpumux, a job is put to sleep and woken all the time."""
     for case in cases:
-        steps = "600" if quick else "2000"
+        steps = "600" if options.quick else "2000"
         command = script("train", "--gib", "4", "--width", "4096", "--steps", steps)
         command += ["--graph"] if case == "graph" else []
         found: list[list[str]] = []
@@ -322,56 +331,45 @@ def visits(models: int, requests: int, seed: int) -> list[tuple[int, float]]:
     return [(rng.randrange(models), rng.uniform(0.2, 2.0)) for _ in range(requests)]
 
 
-def models(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
-    """All cells of `models`."""
-    for case in cases:
-        count, size = int(case.partition("x")[0]), gib(case.partition("x")[2])
-        command = script("model", "--gib", str(size))
-        trace = visits(count, 16 if quick else 80, 1)
-        for name in modes:
-            with cell(results, f"{case} / {name}", logs):
-                ms: list[float] = []
-                if name == "cold":
-                    for _ in range(2 if quick else 5):
-                        begin = time.monotonic()
-                        with started(Mode("cold", logs), "model", command) as process:
-                            process.reply(common.READY_S)
-                            ms.append((time.monotonic() - begin) * 1e3)
-                    results.add(case, name, common.latency_values(ms))
-                    continue
-                with Gpumux("gpumux", logs) as mode, contextlib.ExitStack() as stack:
-                    promise = ["--class", "latency", "--sleep-after", "1s"]
-                    start = [started(mode, f"model{n}", command, promise) for n in range(count)]
-                    servers = [stack.enter_context(it) for it in start]
-                    for server in servers:
-                        server.reply(common.READY_S)
-                    for at, pause in trace:
-                        time.sleep(pause)
-                        begin = time.monotonic()
-                        servers[at].send()
-                        answer = servers[at].reply(common.REPLY_S)
-                        ms.append((time.monotonic() - begin) * 1e3)
-                        if not answer["same"]:
-                            raise BenchError(f"model {at} answers otherwise than before it slept")
-                    results.add(case, name, common.latency_values(ms))
+def models(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One cell of `models`."""
+    count, size = int(case.partition("x")[0]), gib(case.partition("x")[2])
+    command, ms = script("model", "--gib", str(size)), list[float]()
+    if name == "cold":
+        for _ in range(2 if options.quick else 5):
+            begin = time.monotonic()
+            with started(Mode("cold", logs), "model", command) as process:
+                process.reply(common.READY_S)
+                ms.append((time.monotonic() - begin) * 1e3)
+        return common.latency_values(ms)
+    with Gpumux("gpumux", logs) as mode, contextlib.ExitStack() as stack:
+        promise = ["--class", "latency", "--sleep-after", "1s"]
+        servers = [stack.enter_context(started(mode, f"model{n}", command, promise)) for n in range(count)]
+        for server in servers:
+            server.reply(common.READY_S)
+        for at, pause in visits(count, 16 if options.quick else 80, 1):
+            time.sleep(pause)
+            begin = time.monotonic()
+            servers[at].send()
+            answer = servers[at].reply(common.REPLY_S)
+            ms.append((time.monotonic() - begin) * 1e3)
+            if not answer["same"]:
+                raise BenchError(f"model {at} answers otherwise than before it slept")
+    return common.latency_values(ms)
 
 
-def alloc(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
-    """All cells of `alloc`: by turns, so that drift is shared."""
-    steps = "2000" if quick else "10000"
-    for case in cases:
-        way, size = ALLOCS[case]
-        command = script("alloc", "--way", way, "--bytes", str(size), "--steps", steps)
-        for name in modes:
-            with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
-                found = []
-                for n in range(1 if quick else 3):
-                    with started(mode, f"alloc{n}", command) as process:
-                        found.append(process.reply(common.READY_S)["us"])
-                results.add(case, name, {"pair_us": median(found)})
+def alloc(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One cell of `alloc`."""
+    way, size = ALLOCS[case]
+    command, found = script("alloc", "--way", way, "--bytes", str(size), "--steps", "2000" if options.quick else "10000"), []
+    with common.mode(name, logs) as mode:
+        for n in range(1 if options.quick else 3):
+            with started(mode, f"alloc{n}", command) as process:
+                found.append(process.reply(common.READY_S)["us"])
+    return {"pair_us": median(found)}
 
 
-RUN = {"swap": swap, "losses": losses, "oversubscribe": oversubscribe, "models": models, "alloc": alloc}
+RUN = {"swap": each(swap), "losses": losses, "oversubscribe": oversubscribe, "models": each(models), "alloc": each(alloc)}
 
 
 def main() -> int:
@@ -389,7 +387,7 @@ def main() -> int:
     def usual(part: str) -> common.Part:
         return QUICK.get(part, ([], [])) if options.part == "all" and options.quick else PARTS[part]
 
-    return common.run_parts(parser, options, PARTS, lambda part, *chosen: RUN[part](*chosen, logs, options.quick), usual=usual)
+    return common.run_parts(parser, options, PARTS, lambda part, *chosen: RUN[part](*chosen, logs, options), usual=usual)
 
 
 if __name__ == "__main__":

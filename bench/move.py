@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,15 +172,6 @@ def count(file: Path) -> int:
     return 0
 
 
-def until(what: str, patience_s: float, program: subprocess.Popen[Any], done: Callable[[], bool]) -> None:
-    """Waits while the program lives."""
-    deadline = time.monotonic() + patience_s
-    while not done():
-        if program.poll() is not None or time.monotonic() > deadline:
-            raise BenchError(f"{what} did not come to be; the program's exit code is {program.poll()}")
-        time.sleep(0.01)
-
-
 @contextlib.contextmanager
 def started(mode: Gpumux, case: str, file: Path, steps: int, options: argparse.Namespace, logs: Path) -> Iterator[subprocess.Popen[Any]]:
     """The case's program as a tenant that sees both GPUs."""
@@ -214,7 +204,7 @@ def run(mode: Gpumux, case: str, options: argparse.Namespace, logs: Path) -> dic
     took: list[dict[str, float]] = []
     with started(mode, case, files[0], 0, options, logs) as program:
         tenant = mode.tenants[case]
-        until("the first steps", common.READY_S, program, lambda: count(files[0]) >= AFTER)
+        common.until("the first steps", common.READY_S, lambda: count(files[0]) >= AFTER, program)
         size = resident(mode, tenant)
         for n in range(options.moves):
             one = moved(mode, tenant, 1 - n % 2)
@@ -222,7 +212,7 @@ def run(mode: Gpumux, case: str, options: argparse.Namespace, logs: Path) -> dic
             took.append(one)
             say(f"{case}: move {n + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in one.items()))
             goal = count(files[0]) + AFTER
-            until("the next steps", 60, program, lambda goal=goal: count(files[0]) >= goal)  # type: ignore[misc]
+            common.until("the next steps", 60, lambda goal=goal: count(files[0]) >= goal, program)  # type: ignore[misc]
         assert program.stdin
         program.stdin.close()
         if program.wait(60) != 0:
@@ -238,11 +228,9 @@ def run(mode: Gpumux, case: str, options: argparse.Namespace, logs: Path) -> dic
     with started(mode, case, files[1], steps, options, logs) as program:
         if program.wait(common.READY_S + options.seconds) != 0:
             raise BenchError(f"the program failed: {common.tail(logs / f'{case}-{steps}.log')}")
-    same = files[0].read_text() == files[1].read_text()
-    right = "0 wrong" if case == "plain" else None
-    if right:
-        same = same and set(files[0].read_text().splitlines()) == {right}
-    values["bit_exact"] = float(same)
+    texts = [file.read_text() for file in files]
+    right = case != "plain" or set(texts[0].splitlines()) == {"0 wrong"}
+    values["bit_exact"] = float(right and texts[0] == texts[1])
     return values
 
 

@@ -16,11 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import common
 import crews
+from colocation import rate
 from common import BenchError, Crew, Gpumux, Mode, Results
 
 CALLS = {"calls": 1, "calls-4": 4, "calls-16": 16}
@@ -37,10 +39,13 @@ UNDISTURBED = 0.9
 TIMEOUT_S = 240.0
 
 
-def turns(modes: Sequence[Mode], rounds: int) -> Iterator[Mode]:
-    """Each mode once per round, in the other order every second round."""
+def in_turns(plain: Mode, managed: Mode, rounds: int, measure: Callable[[Mode], Any]) -> dict[str, list[Any]]:
+    """What each mode gives, once per round, in the other order every second round."""
+    found: dict[str, list[Any]] = {plain.name: [], managed.name: []}
     for number in range(rounds):
-        yield from modes if number % 2 == 0 else reversed(modes)
+        for mode in (plain, managed) if number % 2 == 0 else (managed, plain):
+            found[mode.name].append(measure(mode))
+    return found
 
 
 def opens_device() -> list[str]:
@@ -80,11 +85,8 @@ def loop(
         for crew in crews.values():
             crew.have({name: (worker, "standard") for name, worker in zip(names, workers)})
         for name in names:
-            found: dict[str, list[float]] = {plain.name: [], managed.name: []}
-            for mode in turns([plain, managed], rounds):
-                answer = crews[mode.name].measure(seconds, {name: order}, lead=0.1)[name]
-                found[mode.name].append(answer["calls"] / answer["seconds"])
-            for mode_name, turn_rates in found.items():
+            one = lambda mode, name=name: rate(crews[mode.name].measure(seconds, {name: order}, lead=0.1)[name])  # noqa: E731
+            for mode_name, turn_rates in in_turns(plain, managed, rounds, one).items():
                 rates[mode_name].append(common.quantile(turn_rates, UNDISTURBED))
     ratios = [of / to for of, to in zip(rates[managed.name], rates[plain.name], strict=True)]
     common.say(f"{case}: ratio of each pair: {', '.join(f'{it:.4f}' for it in sorted(ratios))}")
@@ -102,13 +104,8 @@ def eager(number: int) -> list[str]:
 def launch(results: Results, plain: Mode, managed: Mode, rounds: int, seconds: float) -> None:
     """Empty kernels as fast as they can be launched."""
     command = [common.gpumux(), "workload", "launch", "--json", "--seconds", str(seconds)]
-    found: dict[str, list[dict[str, float]]] = {plain.name: [], managed.name: []}
-    for mode in turns([plain, managed], rounds):
-        found[mode.name].append(json.loads(run(mode, "launch", command)[1]))
-    mid = {
-        name: {key: statistics.median(it[key] for it in reports) for key in ("rate", "p50_us", "mean_us")}
-        for name, reports in found.items()
-    }
+    found = in_turns(plain, managed, rounds, lambda mode: json.loads(run(mode, "launch", command)[1]))
+    mid = {name: {key: statistics.median(it[key] for it in reports) for key in ("rate", "p50_us", "mean_us")} for name, reports in found.items()}
     for name, it in mid.items():
         values = {"launches_per_s": it["rate"], "launch_p50_us": it["p50_us"], "launch_mean_us": it["mean_us"]}
         if name == managed.name:
@@ -134,11 +131,9 @@ def start_up(
     processes: int = 1,
 ) -> None:
     """Wall time of a program that does next to nothing, per process that it consists of."""
-    ms: dict[str, list[float]] = {plain.name: [], managed.name: []}
     for mode in (plain, managed):  # caches
         run(mode, case, command)
-    for mode in turns([plain, managed], rounds):
-        ms[mode.name].append(run(mode, case, command)[0] / processes)
+    ms = in_turns(plain, managed, rounds, lambda mode: run(mode, case, command)[0] / processes)
     mid = {name: statistics.median(all_ms) for name, all_ms in ms.items()}
     for name in (plain.name, managed.name):
         values = {"start_up_p50_ms": mid[name], "start_up_p90_ms": common.quantile(ms[name], 0.9)}

@@ -26,9 +26,8 @@ import json
 import os
 import shutil
 import subprocess
-import time
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +37,10 @@ import common
 import rounds
 from common import BenchError, Crew, Gpumux, Mode, Mps, Results
 
+MODES = [
+    "alone", "apart", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
+    "xsched", "xsched-1", "gpumux", "gpumux-alone", "no-hints", "1us", "objective", "launches", "space", "group",
+]  # fmt: skip
 # Programs by name: their arguments, and their class.
 Programs = dict[str, tuple[Sequence[str], str]]
 # One program after the other, and whose programs they are.
@@ -88,8 +91,8 @@ class Apart(Mode):
         self.other = common.another_gpu()
         return self
 
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        return [*(["env", f"CUDA_VISIBLE_DEVICES={self.other}"] if klass == "batch" else []), *command]
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": self.other} if klass == "batch" else {}
 
 
 class MpsWith(Mps):
@@ -99,8 +102,8 @@ class MpsWith(Mps):
         super().__init__(name, logs)
         self.batch = batch
 
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        return [*(["env", *(f"{k}={v}" for k, v in self.batch.items())] if klass == "batch" else []), *command]
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        return self.batch if klass == "batch" else {}
 
 
 class DriverSlices(Mode):
@@ -164,8 +167,8 @@ class XSched(Mode):
             common.end(XSched.server)
             XSched.server = None
 
-    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
-        settings = {
+    def variables(self, name: str, klass: str | None) -> dict[str, str]:
+        return {
             "XSCHED_SCHEDULER": "GLB",
             "XSCHED_AUTO_XQUEUE": "ON",
             "XSCHED_AUTO_XQUEUE_PRIORITY": "1" if klass == "latency" else "0",
@@ -179,7 +182,6 @@ class XSched(Mode):
             "BENCH_PROGRAM": f"{self.name}/{name}",
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(self.root / "lib"), os.environ.get("LD_LIBRARY_PATH", "")])),
         }
-        return ["env", *(f"{k}={v}" for k, v in settings.items()), *command]
 
     def levels(self) -> dict[str, set[int]]:
         """The levels of the queues that the server has of each program of this mode."""
@@ -198,16 +200,11 @@ class XSched(Mode):
         return found
 
     def check(self, names: Sequence[str]) -> None:
-        deadline = time.monotonic() + 5
-        while True:
+        def wrong() -> list[str]:
             found = self.levels()
-            wrong = [f"{name}: {sorted(found.get(name, ()))}" for name in names if found.get(name) != {self.level}]
-            if not wrong:
-                return
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            raise BenchError(f"no queues of level {self.level} alone in XSched's server: {', '.join(wrong)}")
+            return [f"{name}: {sorted(found.get(name, ()))}" for name in names if found.get(name) != {self.level}]
+
+        common.until_none(f"no queues of level {self.level} alone in XSched's server", 5, wrong)
 
 
 class Space(Gpumux):
@@ -216,29 +213,22 @@ class Space(Gpumux):
     GROUP = ("--trust", "bench", "--sharing", "space")
     CLASSES = ("batch",)
 
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
-        group = self.GROUP if klass in self.CLASSES else ()
-        return super().command(command, name, klass, [*group, *promise])
+    def flags(self, name: str, klass: str | None) -> list[str]:
+        return super().flags(name, klass) + ([*self.GROUP] if klass in self.CLASSES else [])
 
     def check(self, names: Sequence[str]) -> None:
         super().check(names)
-        deadline = time.monotonic() + 10
-        while True:
-            own = {self.tenants[name]: name for name in names}
-            found = [tenant for tenant in self.tenants_now() if tenant["name"] in own]
-            wrong = [
+
+        def wrong() -> list[str]:
+            own = {self.tenants[name] for name in names}
+            return [
                 f"{tenant['name']}: {tenant['placement']}, group {domain.get('group')}"
-                for tenant in found
+                for tenant in self.tenants_now()
                 for domain in tenant["domains"]
-                if (tenant["class"] in self.CLASSES) != (domain.get("group") is not None)
+                if tenant["name"] in own and (tenant["class"] in self.CLASSES) != (domain.get("group") is not None)
             ]
-            if not wrong:
-                return
-            if time.monotonic() > deadline:
-                raise BenchError(f"not shared as it should be: {'; '.join(wrong)}")
-            time.sleep(0.2)
+
+        common.until_none("not shared as it should be", 10, wrong)
 
     def __exit__(self, *_: object) -> None:
         # The logs of the groups' servers, to find out why something failed.
@@ -256,9 +246,6 @@ class Group(Space):
 class Launches(Gpumux):
     """gpumux without the driver's controls."""
 
-    def __init__(self, name: str, logs: Path) -> None:
-        super().__init__(name, logs, mechanism="launches")
-
     def check(self, names: Sequence[str]) -> None:
         super().check(names)
         found = {domain["mechanism"] for tenant in self.tenants_now() for domain in tenant["domains"]}
@@ -275,7 +262,7 @@ def mode(stage: str, logs: Path) -> Mode:
             # Two contexts: the policy of fixed timeslices is then what GPreempt sets.
             return Gpumux(stage, logs, policy="fixed")
         case "launches":
-            return Launches(stage, logs)
+            return Launches(stage, logs, mechanism="launches")
         case "space":
             return Space(stage, logs)
         case "group":
@@ -375,21 +362,27 @@ def compare(
     logs: Path,
     budget_s: float,
     most: int,
-    least: int = rounds.LEAST,
+    least: int | Mapping[str, int] = rounds.LEAST,
+    varies: Collection[str] = (),
+    program: Sequence[str] = common.TORCH,
+    settings: Mapping[str, tuple[str, str]] = SETTINGS,
+    placed: bool = True,
 ) -> int:
     """Measures each case in each mode, in rounds; returns the exit code of `rounds.run`.
 
-    `stages` has the stage of each mode, `programs(case, stage)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell."""
+    `stages` has the stage of each mode, `programs(case, stage)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell.
+    `least` and `varies` are as of `rounds.Plan`; with `placed` programs have processors of their own."""
     with ExitStack() as stack:
-        found, notes = crews(stack, stages.values(), logs)
+        found, notes = crews(stack, stages.values(), logs, program)
         modes = [name for name, stage in stages.items() if stage in found]
 
         def have(case: str, mode: str, number: int) -> Crew:
             crew = found[stages[mode]]
             crew.have(programs(case, stages[mode]))
-            crew.place(number)
-            if mode in SETTINGS:
-                settle(crew, *SETTINGS[mode])
+            if placed:
+                crew.place(number)
+            if mode in settings:
+                settle(crew, *settings[mode])
             return crew
 
         plan = rounds.Plan(
@@ -397,6 +390,7 @@ def compare(
             modes,
             lambda case, mode, number: measure(have(case, mode, number), case, mode, number),
             lambda case: prepare(case, modes, stages, found, programs, notes),
-            dict.fromkeys(cases, least),
+            dict.fromkeys(cases, least) if isinstance(least, int) else least,
+            varies,
         )
         return rounds.run(plan, results, budget_s, most, notes)

@@ -26,17 +26,16 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
 import peers
 import rounds
-from common import BenchError, Crew, Results
+import shares
+from common import BenchError, Crew, Mode, Results
 
 # The first request after a pause is slower on an idle GPU: what comes in this first part of a round does not count.
 SETTLE_S = 0.1
@@ -119,24 +118,15 @@ class Sharing(NamedTuple):
 
 SHARINGS = {
     "alone": Sharing("time-slicing"),
-    "time-slicing": Sharing("time-slicing"),
-    "slices-short": Sharing("slices-short"),
-    "slices-long": Sharing("slices-long"),
-    "mps": Sharing("mps"),
-    "mps-priority": Sharing("mps-priority"),
-    **{f"mps-{percent}": Sharing(f"mps-{percent}") for percent in (30, 50, 70)},
+    **{name: Sharing(name) for name in ("time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70")},
     "streams": Sharing("streams", "all"),
     "green": Sharing("green", "all"),
-    "xsched": Sharing("xsched"),
-    "xsched-1": Sharing("xsched-1"),
-    "fixed": Sharing("fixed"),
+    **{name: Sharing(name) for name in ("xsched", "xsched-1", "fixed")},
     "gpreempt": Sharing("gpreempt", "class", hinting=True),
     "gpreempt-unhinted": Sharing("gpreempt", "class"),
     "gpumux": Sharing("gpumux", hinting=True),
-    "unhinted": Sharing("gpumux"),
-    "no-hints": Sharing("gpumux"),
-    "1us": Sharing("gpumux", hinting=True),
-    "objective": Sharing("gpumux", hinting=True),
+    **dict.fromkeys(("unhinted", "no-hints"), Sharing("gpumux")),
+    **dict.fromkeys(("1us", "objective"), Sharing("gpumux", hinting=True)),
     "launches": Sharing("launches", hinting=True),
     "space": Sharing("space", hinting=True),
 }
@@ -163,17 +153,6 @@ def driver_worker(stage: str, together: str, mine: Sequence[Task], us_per_iterat
     both = ["--two-contexts"] if stage == "gpreempt" else []
     klass = "latency" if any(task.latency for task in mine) else "batch"
     return ["tasks", *each, *both, "--us-per-iteration", f"{us_per_iteration:g}"], klass
-
-
-def calibrated() -> float:
-    """What one more iteration of the driver programs' kernels takes, in µs, measured once, alone."""
-    asked = subprocess.run(
-        [common.gpumux(), "workload", "latency", "--calibrate", "--kernel-us", "50", "--json"], capture_output=True, text=True, timeout=120
-    )
-    if asked.returncode:
-        raise BenchError(f"no calibration: {asked.stderr.strip()}")
-    report = json.loads(asked.stdout)
-    return report["kernel_us"] / report["iterations"]
 
 
 def worker(stage: str, together: str, mine: Sequence[Task]) -> tuple[list[str], str]:
@@ -229,44 +208,37 @@ def main() -> int:
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
     cases = {case: tasks(options.workloads, case) for case in options.cases}
-    modes = [name for name in MODES if name in options.modes]
     results = Results("preempt-driver" if options.driver else "preempt", options.out, CASES, MODES)
-    us_per_iteration = calibrated() if options.driver else 0.0
+    # What one more iteration of the driver programs' kernels takes.
+    us_per_iteration = 0.0
+    if options.driver:
+        report = shares.calibrated(Mode("alone", logs), "latency", 50)
+        us_per_iteration = report["kernel_us"] / report["iterations"]
     sharings = dict(SHARINGS)
     if options.driver:
         # GPreempt as it is: both contexts in one process.
         sharings |= {name: it._replace(together="all") for name, it in SHARINGS.items() if it.stage == "gpreempt"}
     program = [common.gpumux(), "workload"] if options.driver else common.TORCH
-    with ExitStack() as stack:
-        crews, notes = peers.crews(stack, [SHARINGS[name].stage for name in modes], logs, program)
-        modes = [name for name in modes if SHARINGS[name].stage in crews]
+    together_in = {it.stage: it.together for it in sharings.values()}
 
-        together_in = {it.stage: it.together for it in sharings.values()}
+    def programs(case: str, stage: str) -> peers.Programs:
+        made = (lambda *it: driver_worker(*it, us_per_iteration)) if options.driver else worker
+        together = together_in[stage]
+        return {process: made(stage, together, of) for process, of in processes(together, cases[case]).items()}
 
-        def programs(case: str, stage: str) -> peers.Programs:
-            made = (lambda *it: driver_worker(*it, us_per_iteration)) if options.driver else worker
-            together = together_in[stage]
-            return {process: made(stage, together, of) for process, of in processes(together, cases[case]).items()}
+    def measure(crew: Crew, case: str, name: str, number: int) -> dict[str, Any]:
+        told = orders(sharings[name], cases[case], name == "alone", seconds, number * seconds, options.driver)
+        return cell(cases[case], crew.measure(seconds, told, lead=0.2))
 
-        def have(case: str, name: str) -> Crew:
-            stage = sharings[name].stage
-            crews[stage].have(programs(case, stage))
-            if stage == "gpumux":
-                peers.settle(crews[stage], *peers.SETTINGS.get(name, peers.SETTINGS["gpumux"]))
-            return crews[stage]
-
-        def prepare(case: str) -> None:
-            peers.prepare(case, modes, {name: sharings[name].stage for name in modes}, crews, programs, notes)
-
-        def measure(case: str, name: str, number: int) -> dict[str, Any]:
-            told = orders(sharings[name], cases[case], name == "alone", seconds, number * seconds, options.driver)
-            return cell(cases[case], have(case, name).measure(seconds, told, lead=0.2))
-
-        # A trace is played to its end.
-        traces = {case: max((it.load["length"] for it in of if it.load["type"] == "trace"), default=0) for case, of in cases.items()}
-        least = {case: math.ceil(length / seconds) for case, length in traces.items()}
-        plan = rounds.Plan(options.cases, modes, measure, prepare, least, varies=[case for case, length in traces.items() if length])
-        return rounds.run(plan, results, options.budget, options.rounds, notes)
+    # A trace is played to its end.
+    traces = {case: max((it.load["length"] for it in of if it.load["type"] == "trace"), default=0) for case, of in cases.items()}
+    least = {case: math.ceil(length / seconds) for case, length in traces.items()}
+    varies = [case for case, length in traces.items() if length]
+    stages = {name: sharings[name].stage for name in MODES if name in options.modes}
+    settings = peers.SETTINGS | {"unhinted": peers.SETTINGS["gpumux"]}
+    return peers.compare(
+        results, options.cases, stages, programs, measure, logs, options.budget, options.rounds, least, varies, program, settings, placed=False
+    )
 
 
 if __name__ == "__main__":

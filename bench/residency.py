@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import http.client
+import itertools
 import os
 import random
 import signal
@@ -42,8 +42,8 @@ from typing import Any
 
 import common
 import crews
-from common import BenchError, Gpumux, Mode, Results, Worker, say
-from memory import Api, cell, holder, started, swap_gpumux, wait_for
+from common import BenchError, Gpumux, Mode, Results, Worker, say, until
+from memory import Api, Nvml, cell, each, holding, started, swap_gpumux
 
 WORKER = Path(__file__).resolve().parent / "residency_worker.py"
 GIB, MIB = 1 << 30, 1 << 20
@@ -66,34 +66,6 @@ PARTS = {
     "chunks": (["allocation", "16MiB", "64MiB", "256MiB", "1GiB"], ["gpumux"]),
     "programs": (["triton-8-pointers", "torch-async", "cupy-async", "jax-75%"], ["alone", "gpumux"]),
 }
-
-
-class Nvml:
-    """What the driver reports of the first device that programs see, independently of gpumux."""
-
-    class _Memory(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-    def __init__(self) -> None:
-        self.library, self.device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-        seen = common.visible()
-        by, which = (self.library.nvmlDeviceGetHandleByIndex_v2, int(seen)) if seen.isdigit() else (self.library.nvmlDeviceGetHandleByUUID, seen.encode())
-        if self.library.nvmlInit_v2() or by(which, ctypes.byref(self.device)):
-            raise BenchError(f"NVML does not answer, or knows no device {seen}")
-
-    def count(self) -> int:
-        """Devices."""
-        found = ctypes.c_uint()
-        if result := self.library.nvmlDeviceGetCount_v2(ctypes.byref(found)):
-            raise BenchError(f"nvmlDeviceGetCount answers {result}")
-        return found.value
-
-    def memory(self) -> Nvml._Memory:
-        """In bytes."""
-        found = self._Memory()
-        if result := self.library.nvmlDeviceGetMemoryInfo(self.device, ctypes.byref(found)):
-            raise BenchError(f"nvmlDeviceGetMemoryInfo answers {result}")
-        return found
 
 
 def part_of(text: str, total: int) -> int:
@@ -242,47 +214,27 @@ def room(wanted: str | None, logs: Path) -> Iterator[int]:
         yield nvml.memory().total
         return
     size = int(float(wanted.removesuffix("GiB")) * GIB)
-    ready = logs / "room"
     rest = nvml.memory().free - size - CONTEXTS * CONTEXT
-    with started(Mode("alone", logs), "rest", holder(f"{rest // MIB}MiB", ready)) as holding:
-        wait_for(ready, holding)
+    with holding(Mode("alone", logs), "rest", f"{rest // MIB}MiB"):
         yield size
 
 
 def together(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
-    """All cells of `together`."""
+    """All cells of `together`, in rounds."""
     with room(options.room, logs) as total:
-        rounds(results, cases, modes, logs, options, total)
-
-
-def rounds(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace, total: int) -> None:
-    """Its rounds, with so much memory for the jobs."""
-    for case in cases:
-        each: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
-        for number in range(options.rounds):
-            for name in modes:
+        for case in cases:
+            each_mode: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
+            for number, name in itertools.product(range(options.rounds), modes):
                 if name == "serial" and number % SERIAL_EVERY:
                     continue
                 with cell(results, f"{case} / {name}, round {number}", logs):
-                    each[name].append(together_once(case, name, logs, total, options.passes, number))
+                    each_mode[name].append(together_once(case, name, logs, total, options.passes, number))
                     least = {"moves", "passes"}
-                    worst = {key: (min if key in least else max)(it[key] for it in each[name]) for key in each[name][0]}
-                    if name == "gpumux" and each.get("serial"):
-                        mean = {it: statistics.fmean(one["total_s"] for one in each[it]) for it in ("serial", name)}
+                    worst = {key: (min if key in least else max)(it[key] for it in each_mode[name]) for key in each_mode[name][0]}
+                    if name == "gpumux" and each_mode.get("serial"):
+                        mean = {it: statistics.fmean(one["total_s"] for one in each_mode[it]) for it in ("serial", name)}
                         worst["total_rel"] = mean[name] / mean["serial"]
-                    results.add(case, name, worst | {"rounds": len(each[name])})
-
-
-def until(what: str, patience_s: float, found: Callable[[], Any]) -> Any:
-    """What is found within a time."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        with contextlib.suppress(OSError):
-            if answer := found():
-                return answer
-        if time.monotonic() > deadline:
-            raise BenchError(f"{what}: not within {patience_s:.0f} s")
-        time.sleep(0.02)
+                    results.add(case, name, worst | {"rounds": len(each_mode[name])})
 
 
 def excess(api: Api, nvml: Nvml) -> int:
@@ -328,52 +280,48 @@ def restart(results: Results, cases: Sequence[str], modes: Sequence[str], logs: 
                 raise BenchError(f"the accounting is off by {max(off) / GIB:.2f} GiB, more than {BOUND} contexts")
 
 
-def guaranteed(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
-    """All cells of `guaranteed`."""
+def guaranteed(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One cell of `guaranteed`."""
     total = Nvml().memory().total
-    for case in cases:
-        own = part_of(case, total)
-        for name in modes:
-            with cell(results, f"{case} / {name}", logs), Gpumux(f"guaranteed-{name}", logs) as mode, contextlib.ExitStack() as stack:
-                jobs = Jobs(mode, logs, stack.enter_context)
-                requests = ["--rate", "100", "--kernels", "10", "--kernel-us", "50", "--memory", str(own)]
-                files = ["--start-file", str(jobs.folder / "measure"), "--ready-file", str(jobs.folder / "warm")]
-                command = [common.gpumux(), "workload", "latency", "--json", "--seconds", str(options.seconds), *requests, *files]
-                server = stack.enter_context(
-                    started(mode, "server", command, ["--class", "latency", "--memory-guaranteed", str(own + 64 * MIB)])
-                )
-                until("the server is warm", 60, (jobs.folder / "warm").exists)
-                if name == "gpumux":
-                    device = Api(mode).memory()
-                    context = Api(mode).device()["context_bytes"]
-                    # So little more than there is room for that moves are short, and turns are.
-                    size = (device["free"] - 2 * context + total // 128) // 2 // MIB * MIB
-                    for n in range(2):
-                        jobs.add(f"busy{n}", size, "--seconds", "3600")
-                    until("both have a context", 60, lambda: sum(bool(it["domains"]) for it in mode.tenants_now()) == 3)
-                # From now on the server is never idle, so that its memory stays.
-                (jobs.folder / "measure").touch()
-                jobs.begin()
-                deadline = time.monotonic() + options.seconds + 30
-                before = None
-                while server.lines.empty() and time.monotonic() < deadline:
-                    jobs.look()
-                    # While they allocate, each piece may move another.
-                    if before is None and len(jobs.first) == len(jobs.workers):
-                        before = sum(jobs.moves.values())
-                    time.sleep(0.1)
-                found = server.reply(5)
-                if found["errors"]:
-                    raise BenchError(f"the server: {found['error']}")
-                moves = sum(jobs.moves.get(mode.tenants[job], 0) for job in jobs.workers) - (before or 0)
-                own_moves = jobs.moves.get(mode.tenants["server"], 0)
-                say(f"{case} / {name}: {moves} moves of the two, {own_moves} of the server")
-                if name == "gpumux" and (moves < options.moves or own_moves):
-                    raise BenchError(f"{moves} moves of the two jobs (at least {options.moves}), {own_moves} of the server (none)")
-                for job in jobs.workers:
-                    jobs.report(job)
-                times = {f"latency_{q}_ms": found[f"{q}_us"] / 1e3 for q in ("p50", "p99")}
-                results.add(case, name, times | {"latency_max_ms": found["max_us"] / 1e3, "late": found["late"], "moves": moves})
+    own = part_of(case, total)
+    with Gpumux(f"guaranteed-{name}", logs) as mode, contextlib.ExitStack() as stack:
+        jobs = Jobs(mode, logs, stack.enter_context)
+        requests = ["--rate", "100", "--kernels", "10", "--kernel-us", "50", "--memory", str(own)]
+        files = ["--start-file", str(jobs.folder / "measure"), "--ready-file", str(jobs.folder / "warm")]
+        command = [common.gpumux(), "workload", "latency", "--json", "--seconds", str(options.seconds), *requests, *files]
+        server = stack.enter_context(started(mode, "server", command, ["--class", "latency", "--memory-guaranteed", str(own + 64 * MIB)]))
+        until("the server is warm", 60, (jobs.folder / "warm").exists)
+        if name == "gpumux":
+            device = Api(mode).memory()
+            context = Api(mode).device()["context_bytes"]
+            # So little more than there is room for that moves are short, and turns are.
+            size = (device["free"] - 2 * context + total // 128) // 2 // MIB * MIB
+            for n in range(2):
+                jobs.add(f"busy{n}", size, "--seconds", "3600")
+            until("both have a context", 60, lambda: sum(bool(it["domains"]) for it in mode.tenants_now()) == 3)
+        # From now on the server is never idle, so that its memory stays.
+        (jobs.folder / "measure").touch()
+        jobs.begin()
+        deadline = time.monotonic() + options.seconds + 30
+        before = None
+        while server.lines.empty() and time.monotonic() < deadline:
+            jobs.look()
+            # While they allocate, each piece may move another.
+            if before is None and len(jobs.first) == len(jobs.workers):
+                before = sum(jobs.moves.values())
+            time.sleep(0.1)
+        found = server.reply(5)
+        if found["errors"]:
+            raise BenchError(f"the server: {found['error']}")
+        moves = sum(jobs.moves.get(mode.tenants[job], 0) for job in jobs.workers) - (before or 0)
+        own_moves = jobs.moves.get(mode.tenants["server"], 0)
+        say(f"{case} / {name}: {moves} moves of the two, {own_moves} of the server")
+        if name == "gpumux" and (moves < options.moves or own_moves):
+            raise BenchError(f"{moves} moves of the two jobs (at least {options.moves}), {own_moves} of the server (none)")
+        for job in jobs.workers:
+            jobs.report(job)
+    times = {f"latency_{q}_ms": found[f"{q}_us"] / 1e3 for q in ("p50", "p99")}
+    return times | {"latency_max_ms": found["max_us"] / 1e3, "late": found["late"], "moves": moves}
 
 
 def lacking(api: Api) -> int:
@@ -385,67 +333,56 @@ def lacking(api: Api) -> int:
 def arena(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `arena`."""
     total = Nvml().memory().total
-    for case in cases:
-        for name in modes:
-            with cell(results, f"{case} / {name}", logs), Gpumux(f"arena-{name}", logs) as mode, contextlib.ExitStack() as stack:
-                jobs = Jobs(mode, logs, stack.enter_context)
-                for n, part in enumerate(case.split("+")):
-                    jobs.add(f"{name}-job{n}", part_of(part, total), "--seconds", "3600", whole=name == "allocation")
-                jobs.begin()
-                tenants = [mode.tenants[job] for job in jobs.workers]
+    for case, name in itertools.product(cases, modes):
+        with cell(results, f"{case} / {name}", logs), Gpumux(f"arena-{name}", logs) as mode, contextlib.ExitStack() as stack:
+            jobs = Jobs(mode, logs, stack.enter_context)
+            for n, part in enumerate(case.split("+")):
+                jobs.add(f"{name}-job{n}", part_of(part, total), "--seconds", "3600", whole=name == "allocation")
+            jobs.begin()
+            tenants = [mode.tenants[job] for job in jobs.workers]
 
-                def turns(least: Sequence[int]) -> bool:
-                    jobs.look()
-                    ended = [job for job, worker in jobs.workers.items() if worker.process.poll() is not None]
-                    if ended:
-                        raise BenchError(f"{ended[0]} has ended: {common.tail(jobs.workers[ended[0]].log)}")
-                    return all(jobs.moves.get(it, 0) >= count for it, count in zip(tenants, least, strict=True))
+            def turns(least: Sequence[int]) -> bool:
+                jobs.look()
+                ended = [job for job, worker in jobs.workers.items() if worker.process.poll() is not None]
+                if ended:
+                    raise BenchError(f"{ended[0]} has ended: {common.tail(jobs.workers[ended[0]].log)}")
+                return all(jobs.moves.get(it, 0) >= count for it, count in zip(tenants, least, strict=True))
 
-                # While they allocate, each allocation may move another.
-                until("every job has made a pass", 300, lambda: (turns([0, 0]), len(jobs.first) == len(tenants))[1])
-                moves, moved = dict(jobs.moves), dict(jobs.moved)
-                until("the turns", 60 + 120 * options.turns, lambda: turns([moves.get(it, 0) + options.turns for it in tenants]))
-                over = lacking(Api(mode))
-                counts = {it: jobs.moves[it] - moves.get(it, 0) for it in tenants}
-                means = [(jobs.moved[it] - moved.get(it, 0)) / counts[it] for it in tenants]
-                found = [jobs.report(job) for job in jobs.workers]
-                values = {"lacking_gib": over / GIB, "moved_gib": max(means) / GIB, "moves": sum(counts.values())}
-                values["longest_s"] = max(it["max_us"] for it in found) / 1e6
-                results.add(case, name, values | {"wrong": sum(it["mismatches"] for it in found)})
-                if max(means) > over + OVER:
-                    raise BenchError(f"{max(means) / GIB:.2f} GiB moved in each turn, where {over / GIB:.2f} were lacking")
-
-
-def chunks(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
-    """All cells of `chunks`."""
-    for case in cases:
-        for name in modes:
-            with cell(results, f"{case} / {name}", logs):
-                arguments = [] if case == "allocation" else ["--chunk", case]
-                results.add(case, name, swap_gpumux(options.size, logs, 6, *arguments))
+            # While they allocate, each allocation may move another.
+            until("every job has made a pass", 300, lambda: (turns([0, 0]), len(jobs.first) == len(tenants))[1])
+            moves, moved = dict(jobs.moves), dict(jobs.moved)
+            until("the turns", 60 + 120 * options.turns, lambda: turns([moves.get(it, 0) + options.turns for it in tenants]))
+            over = lacking(Api(mode))
+            counts = {it: jobs.moves[it] - moves.get(it, 0) for it in tenants}
+            means = [(jobs.moved[it] - moved.get(it, 0)) / counts[it] for it in tenants]
+            found = [jobs.report(job) for job in jobs.workers]
+            values = {"lacking_gib": over / GIB, "moved_gib": max(means) / GIB, "moves": sum(counts.values())}
+            values["longest_s"] = max(it["max_us"] for it in found) / 1e6
+            results.add(case, name, values | {"wrong": sum(it["mismatches"] for it in found)})
+            if max(means) > over + OVER:
+                raise BenchError(f"{max(means) / GIB:.2f} GiB moved in each turn, where {over / GIB:.2f} were lacking")
 
 
-def triton(results: Results, case: str, logs: Path) -> None:
-    """Both modes of the case with Triton, in turns."""
-    with Gpumux("gpumux", logs) as managed:
-        command = [sys.executable, str(WORKER), case]
-        found = crews.measure(Mode("alone", logs), managed, "triton", command, CREWS, ROUNDS, TURN)
-        crews.add(results, case, found, "us")
+def chunks(case: str, _name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One cell of `chunks`."""
+    return swap_gpumux(options.size, logs, 6, *([] if case == "allocation" else ["--chunk", case]))
 
 
 def programs(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `programs`."""
     for case in cases:
+        command = [sys.executable, str(WORKER), case]
         if case == "triton-8-pointers":
-            with cell(results, case, logs):
-                triton(results, case, logs)
+            # Both modes, in turns.
+            with cell(results, case, logs), Gpumux("gpumux", logs) as managed:
+                crews.add(results, case, crews.measure(Mode("alone", logs), managed, "triton", command, CREWS, ROUNDS, TURN), "us")
             continue
         for name in modes if case != "jax-75%" else ["gpumux"]:
             with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
                 if case == "jax-75%":
                     results.add(case, name, jax_beside(mode, logs, options))
                     continue
-                with started(mode, case, [sys.executable, str(WORKER), case]) as program:
+                with started(mode, case, command) as program:
                     results.add(case, name, program.reply(common.READY_S))
 
 
@@ -468,7 +405,7 @@ def jax_beside(mode: Mode, logs: Path, options: argparse.Namespace) -> dict[str,
         return {"jax_rate": found["rate"], "passes": beside["calls"], "longest_s": beside["max_us"] / 1e6, "moved_gib": moved / GIB}
 
 
-RUN = {"together": together, "restart": restart, "guaranteed": guaranteed, "arena": arena, "chunks": chunks, "programs": programs}
+RUN = {"together": together, "restart": restart, "guaranteed": each(guaranteed), "arena": arena, "chunks": each(chunks), "programs": programs}
 
 
 def main() -> int:

@@ -40,7 +40,7 @@ import common
 import peers
 import rounds
 from colocation import STEPS, rate
-from common import BenchError, Crew, Results
+from common import BenchError, Results
 
 ENGINE = (sys.executable, str(common.BENCH / "serve_worker.py"))
 # What a user of an interactive service accepts, fixed before anything is measured.
@@ -77,6 +77,15 @@ def trace(lines: Iterator[dict[str, str]]) -> list[Request]:
         first = first or at
         output = max(1, min(int(line["GeneratedTokens"]), CONTEXT // 2))
         found.append(Request((at - first).total_seconds(), max(1, min(int(line["ContextTokens"]), CONTEXT - output)), output))
+    return found
+
+
+def read(path: Path) -> list[Request]:
+    """A trace in a file."""
+    with open(path, newline="") as file:
+        found = trace(csv.DictReader(file))
+    if not found:
+        raise BenchError(f"{path} has no requests")
     return found
 
 
@@ -215,72 +224,64 @@ def main() -> int:
     common.selections(parser, CASES, MODES, cases=["1x", "1x+train"], modes=["alone", "time-slicing", "gpumux"])
     options = parser.parse_args()
     logs = common.begin(options)
-    with open(options.trace, newline="") as file:
-        requests = trace(csv.DictReader(file))
-    if not requests:
-        raise BenchError(f"{options.trace} has no requests")
+    requests = read(options.trace)
     config = options.config or logs / "model"
     if not options.config:
         config.mkdir(exist_ok=True)
         (config / "config.json").write_text(json.dumps(SHAPES[options.library]))
-    engine = ([str(config), "--library", options.library, "--memory", str(options.memory), "--context", str(CONTEXT), "--engine", options.engine], "latency")
+    engine = ([*ENGINE, str(config), "--library", options.library, "--memory", str(options.memory), "--context", str(CONTEXT), "--engine", options.engine], "latency")
     seconds, most, least = rounds.quick(options)
     parts = {case: begins(requests, speed_of(case), seconds) for case in options.cases}
     name = options.trace.stem if options.library == "vllm" else f"{options.library}-{options.trace.stem}"
     results = Results(f"serve-{name}", options.out, CASES, MODES)
     with ExitStack() as stack:
         stages = peers.stages(MODES, options.modes)
-        engines, notes = peers.crews(stack, stages.values(), logs, ENGINE)
-        # What is beside an engine is a program of PyTorch's in the same mode.
-        besides = {stage: stack.enter_context(Crew(crew.mode)) for stage, crew in engines.items()}
-        modes = [name for name, stage in stages.items() if stage in engines]
+        crews, notes = peers.crews(stack, stages.values(), logs, ())
+        modes = [name for name, stage in stages.items() if stage in crews]
         warmed = set[common.Worker]()
 
-        def programs(case: str) -> tuple[peers.Programs, peers.Programs]:
+        def programs(case: str) -> peers.Programs:
             beside = case.partition("+")[2]
-            return {"engine": engine} | ({"second": engine} if beside == "engine" else {}), {beside: (BESIDE[beside][0], "batch")} if beside in BESIDE else {}
+            others = {"second": engine} if beside == "engine" else {beside: ([*common.TORCH, *BESIDE[beside][0]], "batch")} if beside in BESIDE else {}
+            return {"engine": engine} | others
 
         def have(case: str, mode: str) -> None:
-            crews = engines[stages[mode]], besides[stages[mode]]
-            for crew, wanted in zip(crews, programs(case), strict=True):
-                crew.have(wanted)
+            crew = crews[stages[mode]]
+            crew.have(programs(case))
             if mode in peers.SETTINGS:
-                peers.settle(crews[0], *peers.SETTINGS[mode])
-            now = {worker for crew in crews for worker in crew.workers.values()}
+                peers.settle(crew, *peers.SETTINGS[mode])
+            now = set(crew.workers.values())
             if not now <= warmed:
                 play(case, mode, parts[case][0], min(WARM_S, seconds))
                 warmed.update(now)
 
         def play(case: str, mode: str, begin: float, seconds: float) -> dict[str, Any]:
-            beside, stage = case.partition("+")[2], stages[mode]
+            beside, crew = case.partition("+")[2], crews[stages[mode]]
             came = part(requests, speed_of(case), begin, seconds)
             replay = {"op": "replay", "requests": came}
             orders = {"engine": replay} | ({"second": replay} if beside == "engine" and mode != "alone" else {})
             batch = {beside: BESIDE[beside][1]} if beside in BESIDE else {}
             with utilization(seconds) as used:
-                if mode == "alone" or not batch:
-                    answers = engines[stage].measure(seconds, orders, LEAD_S)
-                else:
-                    answers = together(engines[stage], orders, besides[stage], batch, seconds)
+                answers = crew.measure(seconds, orders | (batch if mode != "alone" else {}), LEAD_S)
             others = dict(used.means)
             if batch:
-                others["batch_rate"] = rate((besides[stage].measure(seconds / 4, batch) if mode == "alone" else answers)[beside])
+                others["batch_rate"] = rate((crew.measure(seconds / 4, batch) if mode == "alone" else answers)[beside])
             if "second" in answers:
                 others["second_tokens_per_s"] = sum(answers["second"]["tokens"]) / seconds
             over = {f"{begin + at:g}": float(f"{busy:.3g}") for at, busy in sorted(used.busy.items())}
             return cell(came, answers["engine"], seconds, **others) | ({"series": {"gpu_busy": over}} if over else {})
 
         def prepare(case: str) -> None:
-            chosen = {stages[mode] for mode in modes}
-            crews = {f"{stage}/beside": besides[stage] for stage in chosen}
-            if options.library != "vllm":  # which measures what memory is free while it starts: one after the other
-                crews |= {f"{stage}/engine": engines[stage] for stage in chosen}
-            failed = peers.warm(crews, lambda name: programs(case)[name.endswith("/beside")])
+            def at_once(stage: str) -> peers.Programs:
+                # vLLM measures what memory is free while it starts: one engine after the other.
+                there = crews[stage].workers
+                return {name: it for name, it in programs(case).items() if options.library != "vllm" or name in BESIDE or name in there}
+
+            failed = peers.warm({stages[mode]: crews[stages[mode]] for mode in modes}, at_once)
 
             def started(case: str, mode: str) -> None:
-                for name, error in failed.items():
-                    if name.partition("/")[0] == stages[mode]:
-                        raise error
+                if stages[mode] in failed:
+                    raise failed[stages[mode]]
                 have(case, mode)
 
             rounds.prepare(case, modes, started, notes)
@@ -296,19 +297,6 @@ def main() -> int:
 def speed_of(case: str) -> float:
     """How many times as fast a case plays the trace."""
     return float(case.partition("x")[0])
-
-
-def together(engines: Crew, orders: dict[str, Any], besides: Crew, batch: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Measures two crews of one mode over the same stretch of time."""
-    both = Crew(engines.mode)
-    both.workers = engines.workers | besides.workers
-    try:
-        return both.measure(seconds, orders | batch, LEAD_S)
-    except BaseException:
-        # Those that were measured are gone: the crews must not take them for theirs.
-        for crew in (engines, besides):
-            crew.close(*crew.workers)
-        raise
 
 
 if __name__ == "__main__":

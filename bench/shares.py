@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import common
@@ -76,6 +76,16 @@ def start(mode: Mode, program: Program, name: str, arguments: Sequence[str]) -> 
     return mode.start(mode.command(command, name, program.klass, promise), log, program.environment(), stdout=subprocess.PIPE)
 
 
+@contextlib.contextmanager
+def ending(processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """Ends processes with the block, whatever happens."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            common.end(process, 1.0)
+
+
 def reports(processes: Sequence[subprocess.Popen[str]], deadline: float) -> list[dict[str, Any]]:
     """What the workloads found, in order."""
     return [report(process, deadline) for process in processes]
@@ -92,34 +102,36 @@ def report(process: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
     return json.loads(out)
 
 
+def calibrated(plain: Mode, workload: str, kernel_us: int) -> dict[str, Any]:
+    """What a workload finds of its kernels alone: how many iterations make one of this length."""
+    process = start(plain, BATCH, "calibrate", [workload, "--kernel-us", str(kernel_us), "--calibrate"])
+    with ending([process]):
+        return report(process, time.monotonic() + common.REPLY_S)
+
+
 def run(mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: float) -> list[dict[str, Any]]:
     """Runs programs together: their reports, in order."""
     return timed_run(mode, programs, work, seconds)[0]
 
 
-def timed_run(
-    mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: float
-) -> tuple[list[dict[str, Any]], float]:
+def timed_run(mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: float) -> tuple[list[dict[str, Any]], float]:
     """The same, and when the first of them ended."""
-    return at_once(mode, [(it, it.arguments(mode, work)) for it in programs], seconds)
+    return at_once(mode, [(it, it.arguments(mode, work), seconds / 2 if it.ends_early else seconds) for it in programs])
 
 
-def at_once(mode: Mode, programs: Sequence[tuple[Program, Sequence[str]]], seconds: float) -> tuple[list[dict[str, Any]], float]:
-    """The same of programs with arguments of their own."""
-    with tempfile.TemporaryDirectory() as folder:
+def at_once(
+    mode: Mode, programs: Sequence[tuple[Program, Sequence[str], float]], patience_s: float = common.REPLY_S
+) -> tuple[list[dict[str, Any]], float]:
+    """The same of programs with arguments and seconds of their own."""
+    processes: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as folder, ending(processes):
         barrier = f"{len(programs)}:{folder}/barrier"
-        processes = []
-        try:
-            for number, (program, arguments) in enumerate(programs):
-                length = seconds / 2 if program.ends_early else seconds
-                processes.append(start(mode, program, f"{number}", [*arguments, "--seconds", str(length), "--barrier", barrier]))
-            deadline = time.monotonic() + seconds + common.REPLY_S
-            first = report(processes[0], deadline)
-            ended = time.monotonic()
-            return [first, *reports(processes[1:], deadline)], ended
-        finally:
-            for process in processes:
-                common.end(process, 1.0)
+        for number, (program, arguments, seconds) in enumerate(programs):
+            processes.append(start(mode, program, f"{number}", [*arguments, "--seconds", str(seconds), "--barrier", barrier]))
+        deadline = time.monotonic() + max(seconds for _, _, seconds in programs) + patience_s
+        first = report(processes[0], deadline)
+        ended = time.monotonic()
+        return [first, *reports(processes[1:], deadline)], ended
 
 
 def latency(report: dict[str, Any]) -> dict[str, float]:

@@ -34,8 +34,7 @@ import kv
 import rounds
 import serve
 from common import BenchError, Gpumux, Mode, Results
-from memory import cell, started, wait_for
-from residency import Nvml
+from memory import Nvml, cell, holding
 
 SPLIT = {"stock", "gpumux"}
 SETTLED_S = 1.0  # Reports to the daemon are up to 50 ms old.
@@ -133,17 +132,6 @@ def device(mode: Mode, count: int) -> tuple[int, int]:
     return one["memory_guaranteeable"] - count * one["context_bytes"], sum(it["in_use"] for tenant in tenants for it in tenant["memory"][:1])
 
 
-@contextlib.contextmanager
-def ballast(mode: Mode, size: int, logs: Path) -> Iterator[None]:
-    """A program that has so much memory, and keeps it."""
-    ready, mib = logs / f"ready-{mode.name}", size // kv.MIB
-    ready.unlink(missing_ok=True)
-    command = [common.gpumux(), "workload", "idle", "--memory", f"{mib}MiB", "--seconds", "3600", "--ready-file", str(ready)]
-    with started(mode, "rest", command, ["--memory-guaranteed", f"{mib + 64}MiB"]) as process:
-        wait_for(ready, process)
-        yield
-
-
 def warm(workers: Sequence[engines.Worker], options: argparse.Namespace) -> None:
     """A few requests: kernels are compiled, and PyTorch has got what steps need beside the KV cache, and keeps it."""
     options.left.check(WARM_S)
@@ -171,7 +159,8 @@ def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Name
         if managed not in used:
             used[managed] = now - (options.room if name in SPLIT else 0)
         if name not in SPLIT:
-            stack.enter_context(ballast(mode, rest(usable, used[managed], options.room, name, options.engines), logs))
+            mib = rest(usable, used[managed], options.room, name, options.engines) // kv.MIB
+            stack.enter_context(holding(mode, "rest", f"{mib}MiB", promise=["--memory-guaranteed", f"{mib + 64}MiB"]))
         found, ended = [], set[int]()
         for seed in range(options.rounds):
             stop_s = options.engines * options.phase + options.drain

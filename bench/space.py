@@ -30,6 +30,7 @@ import common
 import peers
 from colocation import SERVER, STEPS, requests
 from common import BenchError, Crew, Mode, Results
+from memory import cell
 from peers import Space
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -46,21 +47,11 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "right": (["train", "--device", "1"], STEPS),
     "decode": (["serve", "--model", "decode"], {"op": "repeat", "kind": "eager"}),
 }
-CASES = {
-    "train+train+latency": ["train", "train"],
-    "train+train": ["train", "train"],
-    "inference+train": ["inference", "train"],
-    "decode+train": ["decode", "train"],
-    "decode+vit": ["decode", "vit"],
-    "decode+triad": ["decode", "triad"],
-    "gemv+triad": ["gemv", "triad"],
-    "gemm+triad": ["gemm", "triad"],
-    "gemm+train": ["gemm", "train"],
-    "train+triad": ["train", "triad"],
-    "inference+inference+inference": ["inference", "inference", "inference"],
-    "parallel+parallel": ["parallel", "parallel"],
-    "parallel+left+right": ["parallel", "left", "right"],
-}
+# The jobs of a case are in its name.
+CASES = [
+    "train+train+latency", "train+train", "inference+train", "decode+train", "decode+vit", "decode+triad", "gemv+triad", "gemm+triad", "gemm+train", "train+triad",
+    "inference+inference+inference", "parallel+parallel", "parallel+left+right",
+]  # fmt: skip
 MODES = ["alone", "time-slicing", "mps", "time", "space", "equal", "utility"]
 DEFAULT_MODES = MODES[:-2]  # measuring the curves takes longer than all the rest
 PERCENTAGES = [10, 25, 50, 75, 100]
@@ -72,16 +63,18 @@ STEADY = 0.2
 DEFAULT_CASES = ["train+train+latency", "inference+inference+inference"]
 
 
+def jobs_of(case: str) -> list[str]:
+    """The kinds of its jobs."""
+    return case.removesuffix("+latency").split("+")
+
+
 class Equal(Space):
     """The same with an equal part of the SMs for each job."""
 
     part = 1.0
 
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
-        confined = ("--limit", f"{self.part:.3f}") if klass == "batch" else ()
-        return super().command(command, name, klass, [*confined, *promise])
+    def flags(self, name: str, klass: str | None) -> list[str]:
+        return super().flags(name, klass) + (["--limit", f"{self.part:.3f}"] if klass == "batch" else [])
 
 
 class Utility(Space):
@@ -90,12 +83,8 @@ class Utility(Space):
     points: Sequence[int] = PERCENTAGES
     warm_up: float = WARM_UP_S
 
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
-        kind = name.partition("-")[0]
-        known = ("--fingerprint", kind) if klass == "batch" else ()
-        return super().command(command, name, klass, [*known, *promise])
+    def flags(self, name: str, klass: str | None) -> list[str]:
+        return super().flags(name, klass) + (["--fingerprint", name.partition("-")[0]] if klass == "batch" else [])
 
     def profile_command(self, kind: str, seconds: float) -> list[str]:
         """Measures a kind of job, and has the daemon keep the curve under its name."""
@@ -155,7 +144,7 @@ class Cell:
     """One case in one mode, measured in rounds."""
 
     def __init__(self, case: str, name: str) -> None:
-        kinds = CASES[case]
+        kinds = jobs_of(case)
         # Alone, one of each kind runs after the other.
         self.jobs = {kind: kind for kind in kinds} if name == "alone" else {f"{it}-{n + 1}": it for n, it in enumerate(kinds)}
         self.user = case.endswith("+latency")
@@ -217,13 +206,6 @@ class Cell:
         return values
 
 
-def explain_failure(name: str, logs: Path) -> None:
-    """Shows the ends of the logs of a mode, on stderr."""
-    for log in sorted(logs.glob(f"*{name}*")):
-        if text := common.tail(log, lines=6):
-            common.say(f"{log.name}:\n    {text}")
-
-
 def main() -> int:
     """Runs all cells that were asked for."""
     parser = common.parser(
@@ -235,7 +217,7 @@ def main() -> int:
         "  python3 bench/space.py --cases decode+vit --modes alone,mps,space --seconds 12 --together     (about 3 min)",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
-    common.selections(parser, list(CASES), MODES, cases=DEFAULT_CASES, modes=DEFAULT_MODES)
+    common.selections(parser, CASES, MODES, cases=DEFAULT_CASES, modes=DEFAULT_MODES)
     parser.add_argument("--points", type=lambda text: [int(it) for it in text.split(",")], default=PERCENTAGES, help="percentages of the SMs of a profile")
     parser.add_argument("--warmup", type=float, default=WARM_UP_S, help="seconds from a job's first work until its profile is measured [%(default)s]")
     parser.add_argument(
@@ -247,40 +229,38 @@ def main() -> int:
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
     rounds = max(1, round(seconds / ROUND_S))
-    results = Results("space", options.out, list(CASES), MODES)
-    kinds = list(dict.fromkeys(kind for case in options.cases for kind in CASES[case]))
+    results = Results("space", options.out, CASES, MODES)
+    kinds = list(dict.fromkeys(kind for case in options.cases for kind in jobs_of(case)))
     # Everything is relative to the rates alone, so they are measured in any case.
     modes = [name for name in MODES if name == "alone" or name in options.modes]
     alone: dict[str, dict[str, float]] = {}
 
     def start(name: str, stack: ExitStack) -> Crew | None:
-        with results.cell(name):
+        with cell(results, name, logs):
             crew = stack.enter_context(Crew(stack.enter_context(mode(name, logs))))
             if isinstance(crew.mode, Utility):
                 crew.mode.points, crew.mode.warm_up = options.points, options.warmup
                 for kind in kinds:
                     crew.mode.profile(kind, min(seconds, 4.0))
             return crew
-        explain_failure(name, logs)
         return None
 
     def measure(case: str, crews: dict[str, Crew]) -> None:
         cells = {name: Cell(case, name) for name in crews}
         for step in range(-1, rounds):
-            for name, cell in list(cells.items()):
-                with results.cell(f"{case} / {name}"):
+            for name, one in list(cells.items()):
+                with cell(results, f"{case} / {name}", logs):
                     if step < 0:
-                        cell.have(crews[name])
+                        one.have(crews[name])
                     else:
-                        cell.measure(crews[name], seconds / rounds)
+                        one.measure(crews[name], seconds / rounds)
                     continue
-                explain_failure(name, logs)
                 del cells[name]
-        for name, cell in cells.items():
+        for name, one in cells.items():
             if name == "alone":
-                alone[case] = cell.rates()
+                alone[case] = one.rates()
             if case in alone and name in options.modes:
-                results.add(case, name, cell.values(alone[case]))
+                results.add(case, name, one.values(alone[case]))
 
     for names in [modes] if options.together else [[name] for name in modes]:
         with ExitStack() as stack:

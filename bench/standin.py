@@ -9,7 +9,6 @@ import argparse
 import ctypes
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import gpumux
 from gpumux import kv

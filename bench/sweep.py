@@ -16,6 +16,7 @@ from typing import Any
 import common
 import peers
 import rounds
+from colocation import STEPS, rate
 from common import Crew, Gpumux, Results
 
 CASES = ["graph", "eager", "short", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing"]
@@ -23,7 +24,6 @@ TIMESLICES_US = {"1us": 1, "50us": 50, "100us": 100, "200us": 200, "500us": 500,
 MODES = ["alone", "time-slicing", "gpumux", *TIMESLICES_US]
 # A request waits for a tenth of its objective at most.
 OBJECTIVE = 10
-STEPS = {"op": "steps"}
 LEAD_S = 0.25
 
 
@@ -35,8 +35,7 @@ def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> di
     program = {"program": {"op": "shape", "shape": case, "seed": number}}
     answers = peers.beside(crew, mode, seconds, program, {"training": STEPS}, LEAD_S)
     found = answers["program"]
-    training = answers["training"]["calls"] / answers["training"]["seconds"]
-    cell = rounds.cell(found["latencies_ms"], latency_rate=len(found["latencies_ms"]) / seconds, batch_rate=training)
+    cell = rounds.cell(found["latencies_ms"], latency_rate=len(found["latencies_ms"]) / seconds, batch_rate=rate(answers["training"]))
     return cell | ({"more_ms": found["more_ms"]} if found["more_ms"] else {})
 
 

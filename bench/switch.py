@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import bisect
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -98,23 +95,14 @@ def cell(found: dict[str, Any], neighbour: dict[str, Any] | None) -> dict[str, A
 
 def measure(mode: Gpumux, case: str, name: str, seconds: float, touch: str) -> dict[str, Any]:
     """One mode in one round."""
-    programs = [("latency", ["--request-us", str(CASES[case]), "--touch", touch, "--wait", "spin"])]
+    every = ["switch", "--period-us", "2000"]
+    programs = [(shares.Program("latency"), [*every, "--request-us", str(CASES[case]), "--touch", touch, "--wait", "spin"], seconds)]
     if name != "alone":
         preemption, length = NEIGHBOURS[name]
-        programs.append(("batch", ["--neighbour", "--preemption", preemption, "--kernel-us", str(LENGTHS_US[length]), *STATE.get(length, [])]))
-    with tempfile.TemporaryDirectory() as folder:
-        gate = ["--barrier", f"{len(programs)}:{folder}/barrier"]
-        processes: list[subprocess.Popen[str]] = []
-        try:
-            for klass, arguments in programs:
-                # The neighbour is there until the last request.
-                length = seconds + (0.2 if klass == "batch" else 0.0)
-                arguments = ["switch", *arguments, "--period-us", "2000", "--seconds", str(length), *gate]
-                processes.append(shares.start(mode, shares.Program(klass), klass, arguments))
-            found = shares.reports(processes, time.monotonic() + seconds + common.ANSWER_S)
-        finally:
-            for process in processes:
-                common.end(process, 1.0)
+        neighbour = [*every, "--neighbour", "--preemption", preemption, "--kernel-us", str(LENGTHS_US[length]), *STATE.get(length, [])]
+        # It is there until the last request.
+        programs.append((shares.BATCH, neighbour, seconds + 0.2))
+    found, _ = shares.at_once(mode, programs, common.ANSWER_S)
     return cell(found[0], found[1] if len(found) > 1 else None)
 
 

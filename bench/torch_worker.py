@@ -48,11 +48,11 @@ def spend(until: float) -> None:
 class Server:
     """One request: copy the input in, compute, copy the output out, wait for it."""
 
-    def __init__(self, options: argparse.Namespace, stream: Any = None) -> None:
-        model, self.kind = models.build(options.model), options.kind
+    def __init__(self, name: str, kind: str = "eager", images: int = 1, pageable: bool = False, stream: Any = None) -> None:
+        model, self.kind = models.build(name), kind
         self.forward = model.forward
-        example = torch.cat([model.example] * options.images)
-        self.host_in = example if options.pageable else example.pin_memory()
+        example = torch.cat([model.example] * images)
+        self.host_in = example if pageable else example.pin_memory()
         self.input = example.cuda()
         self.graph = None
         with torch.no_grad():
@@ -193,7 +193,7 @@ class Many:
             name, model, priority = task.split("=")
             stream = streams.make(priority)
             with torch.cuda.stream(stream):
-                self.servers[name] = Server(argparse.Namespace(model=model, kind="eager", images=1, pageable=False), stream), stream
+                self.servers[name] = Server(model, stream=stream), stream
 
     def many(self, order: dict[str, Any]) -> dict[str, Any]:
         """`requests` of several servers at once."""
@@ -310,8 +310,7 @@ class Pair:
         streams = Streams(options.green)
         self.streams = {"server": streams.make("high"), "training": streams.make("low")}
         with torch.cuda.stream(self.streams["server"]):
-            server = argparse.Namespace(model=options.server, kind="eager", images=1, pageable=False)
-            self.server: Any = Server(server, self.streams["server"]) if options.server else generate.Generate(options)
+            self.server: Any = Server(options.server, stream=self.streams["server"]) if options.server else generate.Generate(options)
         with torch.enable_grad(), torch.cuda.stream(self.streams["training"]):
             self.training = Training(options)
 
@@ -374,8 +373,8 @@ def main() -> None:
     if os.environ.get("BENCH_STREAM"):
         # A peer that schedules only streams that a program has made.
         torch.cuda.set_stream(torch.cuda.Stream())
-    made = {
-        "serve": Server, "many": Many, "triad": Kernels, "gemv": Kernels, "gemm": Kernels, "train": Training, "pair": Pair, "parallel": Parallel, "shapes": shapes.Shapes, "generate": generate.Generate,
+    made: dict[str, Callable[[argparse.Namespace], Any]] = {
+        "serve": lambda it: Server(it.model, it.kind, it.images, it.pageable), "many": Many, "triad": Kernels, "gemv": Kernels, "gemm": Kernels, "train": Training, "pair": Pair, "parallel": Parallel, "shapes": shapes.Shapes, "generate": generate.Generate,
     }  # fmt: skip
     grad = torch.enable_grad if options.role in ("train", "parallel") else torch.no_grad
     try:

@@ -106,7 +106,3 @@ class Degrees(unittest.TestCase):
         # Of a law with exponent 2.5, ten times the degree is 10 ** 1.5 times as rare.
         over = lambda limit: sum(it > limit for it in weights)  # noqa: E731
         self.assertAlmostEqual(over(0.01) / over(0.1), 10**1.5, delta=2)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -30,7 +30,3 @@ class Sides(unittest.TestCase):
             self.assertTrue((calibration.SCENARIOS / f"{row.scenario}.toml").exists(), row.scenario)
             measured = calibration.measurements(calibration.results(common.BENCH / "results", row.bench), row.case)
             self.assertGreater(abs(row.measured(measured)), 0, row)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -112,7 +112,3 @@ class Boards(unittest.TestCase):
             one.note(3, STEPS, 4)
             one.note(3, WRONG, 9)
             self.assertEqual((other.sum(4, STEPS), other.rank(3, WRONG), other.sum(2, WRONG)), (7, 9, 0))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -38,7 +38,3 @@ class Cells(unittest.TestCase):
         eager = {"eager+train", "decode+train"}
         self.assertEqual(kinds, {case: "eager" if case in eager else "graph" for case in colocation.CASES})
         self.assertGreaterEqual(min(colocation.requests("graph30+train", 1.0)["pauses"]), 0.02)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import common
-import residency
+import memory
 
 CHILD = """
 import faulthandler, json, signal, sys, time
@@ -61,14 +61,14 @@ class Gpus(unittest.TestCase):
     def test_memory_is_that_of_the_gpu_that_programs_see(self) -> None:
         library = mock.MagicMock()
         library.nvmlInit_v2.return_value = library.nvmlDeviceGetHandleByUUID.return_value = library.nvmlDeviceGetHandleByIndex_v2.return_value = 0
-        with mock.patch.object(residency.ctypes, "CDLL", lambda _name: library):
+        with mock.patch.object(memory.ctypes, "CDLL", lambda _name: library):
             for seen, by, which in (("GPU-b", "nvmlDeviceGetHandleByUUID", b"GPU-b"), ("1,0", "nvmlDeviceGetHandleByIndex_v2", 1), ("", "nvmlDeviceGetHandleByIndex_v2", 0)):
                 with self.subTest(seen=seen), mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": seen}):
-                    residency.Nvml()
+                    memory.Nvml()
                     self.assertEqual(getattr(library, by).call_args.args[0], which)
             library.nvmlDeviceGetHandleByUUID.return_value = 6
             with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "GPU-c"}), self.assertRaisesRegex(common.BenchError, "GPU-c"):
-                residency.Nvml()
+                memory.Nvml()
 
 
 class Statistics(unittest.TestCase):
@@ -321,7 +321,3 @@ class Parts(unittest.TestCase):
         common.selections(parser, ["a"], ["m", "changing"], ["changing"], modes=["m"])
         for words, expected in (([], ["m"]), (["--modes", "all"], ["m"]), (["--modes", "changing"], ["changing"])):
             self.assertEqual(parser.parse_args(words).modes, expected)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -18,7 +18,3 @@ class Cells(unittest.TestCase):
         self.assertEqual(copies.values({"two": answers["two"]})["share_one"], 0.0)
         with self.assertRaises(BenchError):
             copies.values({"one": {"bytes": 0, "seconds": 2.0}})
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,15 +1,12 @@
 """Tests of what is added by turns of a crew; no GPU needed."""
 
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common  # noqa: E402
-import crews  # noqa: E402
+import common
+import crews
 
 
 def crew(plain: float, again: float, managed: float, rounds: int = 5) -> dict[str, list[crews.Batches]]:
@@ -43,7 +40,3 @@ class Turns(unittest.TestCase):
         with mock.patch("os.sched_getaffinity", return_value=set(range(8))):
             cores = [crews.on_cores(n, ["true"])[2] for n in range(4)]
         self.assertEqual(cores, ["0,1", "2,3", "4,5", "6,7"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -82,7 +82,3 @@ class XSched(unittest.TestCase):
                     self.assertIn("XSCHED_AUTO_XQUEUE_LEVEL=1", second.command(["x"], "be", "batch"))
                     self.assertIn("BENCH_STREAM=1", second.command(["x"], "be", "batch"))
                 self.assertEqual((started.call_count, ended.call_count), (1, 1))
-
-
-if __name__ == "__main__":
-    unittest.main()

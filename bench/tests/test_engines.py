@@ -247,7 +247,3 @@ class StandIn(unittest.TestCase):
         with mock.patch.object(self.engine.pool, "alloc", lambda count, wait_s: alloc(count) if next(refusals, None) is None else None):
             self.assertEqual(self.made()["tokens"], right)
         self.assertEqual(self.engine.refused, 3)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -9,10 +9,9 @@ import time
 import unittest
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common  # noqa: E402
-import fidelity  # noqa: E402
-import plot  # noqa: E402
+import common
+import fidelity
+import plot
 
 # What a test executable does: results, a skipped test, timings, and a test that does not end.
 FAKE = """
@@ -79,7 +78,3 @@ class Fidelity(unittest.TestCase):
         self.assertIn("| | | | X |\n", table)
         self.assertIn("| control | freeze | p50 (µs) | 9 |", table)
         self.assertIn("Late.", table)
-
-
-if __name__ == "__main__":
-    unittest.main()

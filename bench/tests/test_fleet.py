@@ -17,7 +17,7 @@ class Fleet(unittest.TestCase):
     def test_published_results_are_means_over_seeds(self) -> None:
         with tempfile.TemporaryDirectory() as name:
             for what, rows in (("allo", "90,94"), ("frag", "8,")):
-                path = Path(name) / fleet.EXPECTED.format(what)
+                path = Path(name) / traces.EXPECTED.format(what)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(HEAD + f"openb_pod_list_x,06-FGD,1.3,42,{rows}\nopenb_pod_list_x,06-FGD,1.3,43,92,96\n")
             own = fleet.published(Path(name))
@@ -36,12 +36,6 @@ class Fleet(unittest.TestCase):
         rows = fleet.size_rows("x", {"a": [need, need | {"gpus": 12}], "b": [need | {"gpus": 20}] * 2}, 2)
         self.assertEqual([(row["mode"], row["values"]["gpus"]) for row in rows], [("b", 20), ("a", 11)])
         self.assertEqual(rows[1]["values"]["best_effort_rate_at_50"], 80)
-
-    def test_file_with_another_checksum_is_not_taken(self) -> None:
-        with tempfile.TemporaryDirectory() as name:
-            path = Path(name) / "nodes.csv"
-            path.write_text("other")
-            self.assertFalse(fleet.checked(path, fleet.NODES))
 
     def test_changed_file_changes_the_checksum_of_its_set(self) -> None:
         with tempfile.TemporaryDirectory() as name:
@@ -106,7 +100,3 @@ class Traces(unittest.TestCase):
             if before:
                 sys.modules["trace"] = before
         self.assertEqual(traces.prism_requests(data), [["3", 1.0, 4, 5], ["3", 2.0, 4, 5]])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -56,7 +56,3 @@ class Values(unittest.TestCase):
         for case, tenants in guarantees.CASES.items():
             for device in {it.device for it in tenants}:
                 self.assertLessEqual(sum(it.guaranteed for it in tenants if it.device == device), 0.8001, case)
-
-
-if __name__ == "__main__":
-    unittest.main()

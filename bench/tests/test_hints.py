@@ -1,12 +1,8 @@
 """Tests of the hint benchmark's own logic; no GPU needed."""
 
-import sys
 import unittest
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import hints  # noqa: E402
+import hints
 
 
 class Cases(unittest.TestCase):
@@ -28,7 +24,3 @@ class Cases(unittest.TestCase):
         self.assertEqual(
             hints.added(values, alone), values | {"added_p50_us": 10.0, "added_p99_us": 20.0}
         )
-
-
-if __name__ == "__main__":
-    unittest.main()

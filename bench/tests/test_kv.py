@@ -1,15 +1,11 @@
 """Tests of the elastic memory benchmark's own logic; no GPU needed."""
 
-import sys
 import unittest
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import kv  # noqa: E402
-import kv_worker  # noqa: E402
+import kv
+import kv_worker
 
 
 class Cases(unittest.TestCase):
@@ -40,7 +36,3 @@ class Cases(unittest.TestCase):
         with mock.patch.object(kv, "order", lambda _process, do, **_: answers.get(do, {})), mock.patch.object(kv, "moves", lambda *_: 0):
             found = kv.one(None, None, None, "free", "cooperates", options)  # type: ignore[arg-type]
         self.assertEqual((found["holder_gib"], found["ms"], len(worker.kept)), (3.0, 5.0, 1))
-
-
-if __name__ == "__main__":
-    unittest.main()

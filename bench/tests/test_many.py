@@ -270,7 +270,3 @@ class Sleepers(unittest.TestCase):
             self.assertFalse(any(one.busy() for one in engines))
             for one in engines:
                 one.socket.close()
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,13 +1,9 @@
 """Tests of the memory benchmark's own logic; no GPU needed."""
 
-import sys
 import unittest
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import memory  # noqa: E402
-from common import BenchError  # noqa: E402
+import memory
+from common import BenchError
 
 
 class Values(unittest.TestCase):
@@ -37,7 +33,3 @@ class Values(unittest.TestCase):
         self.assertEqual(trace, memory.visits(8, 50, 1))
         self.assertNotEqual(trace, memory.visits(8, 50, 2))
         self.assertEqual({model for model, _ in trace} - set(range(8)), set())
-
-
-if __name__ == "__main__":
-    unittest.main()

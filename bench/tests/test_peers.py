@@ -152,7 +152,3 @@ class AllModes(unittest.TestCase):
         for bench in (colocation, decode):
             stages |= {*peers.stages(bench.MODES, bench.MODES).values()}
         self.assertEqual([it for it in stages if not peers.tried(it)], [])
-
-
-if __name__ == "__main__":
-    unittest.main()

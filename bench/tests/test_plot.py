@@ -246,7 +246,3 @@ class Plot(unittest.TestCase):
             "failures": "failures",
         }.items():
             self.assertEqual(plot.title(name), expected)
-
-
-if __name__ == "__main__":
-    unittest.main()

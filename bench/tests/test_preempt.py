@@ -148,7 +148,3 @@ class Cells(unittest.TestCase):
         answer = {"begins_s": begins, "latencies_ms": [(end - begin) * 1e3 for begin, end in zip(begins, ends)], "seconds": 2.0}
         rate = preempt.cell([BE], {"be": answer})["rates"]["batch_rate"]
         self.assertAlmostEqual(rate, 1000.0, delta=2.0)
-
-
-if __name__ == "__main__":
-    unittest.main()

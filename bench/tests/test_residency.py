@@ -1,15 +1,11 @@
 """Tests of the residency benchmark's own logic; no GPU needed."""
 
 import random
-import sys
 import unittest
-from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import residency  # noqa: E402
-import residency_worker  # noqa: E402
+import residency
+import residency_worker
 
 
 class Cases(unittest.TestCase):
@@ -36,7 +32,3 @@ class Cases(unittest.TestCase):
         self.assertIn(one.victim, jobs.workers)
         self.assertTrue(residency.Kill("gpumux", jobs, random.Random(3)).done)
         self.assertIsNone(residency.Kill("kill-daemon", jobs, random.Random(3)).victim)
-
-
-if __name__ == "__main__":
-    unittest.main()

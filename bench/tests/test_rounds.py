@@ -274,7 +274,3 @@ class Driver(unittest.TestCase):
     def test_alone_is_in_every_round(self) -> None:
         with self.assertRaisesRegex(common.BenchError, "alone"):
             rounds.run(rounds.Plan(["a"], ["gpumux"], self.measure), self.results(), 60)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -339,7 +339,3 @@ class Used(unittest.TestCase):
         row = rounds.row("1x", "alone", found)
         self.assertEqual(row["series"], {"gpu_busy": {"0": 0.5, "12": 0.5}})
         common.check_results({"bench": "", "device": "", "driver": "", "date": "", "commit": "", "command": "", "rows": [row]})
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -12,11 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import common  # noqa: E402
-import shift  # noqa: E402
-from common import BenchError  # noqa: E402
+import common
+import shift
+from common import BenchError
 
 OPTIONS = argparse.Namespace(phase=10.0, high=8.0, low=0.5, prompt=30, output=4, engines=2, room=4 << 30, attention="A", model=Path("m"), memory=0.2, storm=0)
 
@@ -134,7 +132,7 @@ class Runs(unittest.TestCase):
                 stack.enter_context(mock.patch.object(shift.engines, name, Plain))
             stack.enter_context(mock.patch.object(shift, "device", lambda *_: Fake.made.append("device") or (100 << 30, 20 << 30)))
             stack.enter_context(mock.patch.object(shift, "SETTLED_S", 0))
-            stack.enter_context(mock.patch.object(shift, "ballast", lambda *_: contextlib.nullcontext()))
+            stack.enter_context(mock.patch.object(shift, "holding", lambda *_, **__: contextlib.nullcontext()))
             stack.enter_context(mock.patch.object(common, "say"))
             stack.enter_context(mock.patch("signal.signal"))
             stack.enter_context(mock.patch.object(sys, "argv", ["shift.py", "--quick", "--out", folder, "--logs", f"{folder}/logs", *arguments]))
@@ -182,7 +180,3 @@ class Runs(unittest.TestCase):
             code, data, _made = self.run_all("--modes", "kvcached,elastic")
         self.assertEqual((code, [it["mode"] for it in data["rows"]]), (1, ["elastic"]))
         self.assertIn("kvcached: engine-0 is not kvcached", data["note"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -57,7 +57,3 @@ class Switch(unittest.TestCase):
         self.assertLess(set(switch.DEFAULT_MODES), set(switch.MODES))
         for name in switch.DEFAULT_MODES[1:]:
             self.assertIn(switch.NEIGHBOURS[name][1], switch.LENGTHS_US)
-
-
-if __name__ == "__main__":
-    unittest.main()
