@@ -13,7 +13,7 @@
 //! else let two gangs run by turns, each of which is owed the device where the other one holds it.
 //!
 //! None of that bounds how long a gang waits: turns may never fit together. So a gang that has waited for [`OVERDUE`] and is owed more than
-//! may be put off comes before all that, the longest first, and runs for [`UNDISTURBED`] then.
+//! may be put off, and has not had more than its share of another of its devices, comes before all that, the longest first, and runs for [`UNDISTURBED`] then.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -182,6 +182,11 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId], again: bool) -> Vec<Pla
 /// The gangs that must run now because they are owed much and had waited too long: first those that have begun to run, then those that still
 /// wait, the one that has waited longest first.
 fn overdue(devices: &[Device], gangs: &[TenantId]) -> Vec<TenantId> {
+    // What it is owed on one device is no reason to take more than its share of another.
+    let ahead = |gang: TenantId| {
+        let mut lags = with_work(gang, devices).map(|(device, it)| device.memory.lag(it.id));
+        lags.any(|lag| lag < -PATIENCE_US)
+    };
     let since = |gang: TenantId| {
         let overdue = with_work(gang, devices).filter_map(|(device, domain)| {
             let now = device.snapshot.now;
@@ -189,7 +194,7 @@ fn overdue(devices: &[Device], gangs: &[TenantId]) -> Vec<TenantId> {
                 Wait::Over(at) => (now < at + UNDISTURBED).then_some((false, at)),
                 Wait::Since(at) => {
                     let owed = device.memory.lag(domain.id) > PATIENCE_US;
-                    (owed && at + OVERDUE <= now).then_some((true, at))
+                    (owed && !ahead(gang) && at + OVERDUE <= now).then_some((true, at))
                 }
             }
         });

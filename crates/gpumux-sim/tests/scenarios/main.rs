@@ -31,6 +31,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "graph+2train",
     "graph+2train-group",
     "graph+train",
+    "guarantee-beside-gangs",
     "guarantees-beside-latency",
     "hints-that-lie",
     "hog",
