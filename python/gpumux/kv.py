@@ -11,7 +11,7 @@
 
 Under `gpumux run` a pool has memory only behind the pages that it needs. What is free or cached is there for other tenants, which take it
 without this program's help, whatever its threads do. Without the library that `gpumux run` preloads, the pool takes `bytes_max` of device
-memory at once; without a device, of the host's memory. `Pool.kind` and a warning say so.
+memory at once; without a device, of the host's memory. `Pool.kind` and a warning say so. Where there is a device and no room, a pool is not made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ import gpumux
 OUT, FREE, CACHED, IN_USE = 0, 1, 2, 3
 """States of a granule: see include/gpumux.h."""
 
-_DONE, _NOT_YET, _FULL = 0, 1, 2
+_DONE, _NOT_YET, _FULL, _NATIVE = 0, 1, 2, -3
+_NOT_INITIALIZED = 3
+"""The driver's answer to a forked child."""
 _GRANULE = 16 << 20
 _LEAST_S = 0.005
 """Without any wait the library does not ask the daemon, which answers sooner than this where there is room."""
@@ -50,7 +52,7 @@ _WHY = {
     _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
     -1: "a granule is a multiple of 2 MiB, at most 64 MiB, and a range has at most 64 TiB",
     -2: "no context of the device is current",
-    -3: "gpumux leaves this program's memory to the driver (GPUMUX_MEMORY=native, peer access, or a forked child)",
+    _NATIVE: "gpumux leaves this program's memory to the driver (GPUMUX_MEMORY=native, peer access, or a forked child)",
     -4: "the driver refuses to reserve addresses or to map memory",
 }
 
@@ -74,6 +76,14 @@ _mark = gpumux._function(
 
 class PoolError(RuntimeError):
     """A pool cannot be made, or not in the way that was asked for."""
+
+
+class _NotElastic(PoolError):
+    """The library is missing, or leaves this program's memory to the driver."""
+
+
+class _NoDevice(PoolError):
+    """There is none for this program."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +124,14 @@ class _Driver:
         try:
             self.library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise PoolError(f"there is no CUDA driver: {error}") from None
-        self.call("cuInit", 0)
+            raise _NoDevice(f"there is no CUDA driver: {error}") from None
+        try:
+            self.call("cuInit", 0)
+        except PoolError as error:
+            if self.library.cuInit(0) == _NOT_INITIALIZED:
+                why = "a process that was forked after CUDA's start has no GPU (multiprocessing has another start method, `spawn`)"
+                raise PoolError(f"{why}: {error}") from None
+            raise _NoDevice(str(error)) from None
         there = ctypes.c_int()
         self.call("cuDeviceGetCount", ctypes.byref(there))
         if there.value and not 0 <= device < there.value:
@@ -160,12 +176,13 @@ class _Elastic:
 
     def __init__(self, device: int, size: int, granule: int) -> None:
         if not _range_new:
-            raise PoolError("gpumux's library is not loaded (start the program with `gpumux run`)")
+            raise _NotElastic("gpumux's library is not loaded (start the program with `gpumux run`)")
         at = ctypes.c_void_p()
         with _Driver(device).current():
             answer = _range_new(device, size, granule, ctypes.byref(at))
         if answer != _DONE or not at.value:
-            raise PoolError(f"an elastic range of {size} bytes on device {device}: {_WHY.get(answer, answer)}")
+            error = _NotElastic if answer == _NATIVE else PoolError
+            raise error(f"an elastic range of {size} bytes on device {device}: {_WHY.get(answer, answer)}")
         self.header = _Header.from_address(at.value)
         self.address, self.granule = int(self.header.address), granule
         self.words = (ctypes.c_uint32 * self.header.granules).from_address(at.value + ctypes.sizeof(_Header))
@@ -263,21 +280,23 @@ class _Host(_Plain):
 
 
 def _backing(device: int, size: int, granule: int, fallback: bool) -> Any:
-    """An elastic range; else, if that is allowed, all of the memory at once."""
+    """An elastic range; where there is no such memory, and it is allowed, all of the memory at once. A device that is full is an error."""
     try:
         return _Elastic(device, size, granule)
-    except PoolError as error:
+    except (_NotElastic, _NoDevice) as error:
         if not fallback:
             raise
         why = str(error)
     try:
         plain: Any = _Device(device, size, granule)
-    except PoolError as error:
+    except _NoDevice as error:
         why = why if why == str(error) else f"{why}; {error}"
         try:
             plain = _Host(size, granule)
         except (OSError, OverflowError) as no_room:
             raise PoolError(f"{why}; the host has no room for {size} bytes: {no_room}") from None
+    except PoolError as error:
+        raise PoolError(f"{why}; all {size} bytes at once: {error}") from None
     where = "device" if plain.kind == "device" else "host"
     warnings.warn(f"gpumux.kv: all {size} bytes of {where} memory are taken now, and stay: {why}", stacklevel=3)
     return plain

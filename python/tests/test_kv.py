@@ -259,8 +259,8 @@ class Pages(unittest.TestCase):
         self.assertEqual([it & 7 for it in pool._memory.words[:4]], [kv.IN_USE, kv.IN_USE, kv.OUT, kv.FREE])
 
     def test_warning_names_the_line_that_makes_the_pool(self) -> None:
-        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(
-            kv, "_Device", side_effect=kv.PoolError("none")
+        with mock.patch.object(kv, "_Elastic", side_effect=kv._NotElastic("none")), mock.patch.object(
+            kv, "_Device", side_effect=kv._NoDevice("none")
         ), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             kv.Pool(4 * MIB, MIB)
@@ -529,7 +529,7 @@ import os, signal, sys, threading, unittest.mock, warnings
 sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
 from gpumux import kv
 warnings.simplefilter("ignore")
-with unittest.mock.patch.object(kv, "_Device", side_effect=kv.PoolError("none")):
+with unittest.mock.patch.object(kv, "_Device", side_effect=kv._NoDevice("none")):
     pool = kv.Pool(4 << 20, 1 << 20)
 keys = pool.cached(pool.alloc(1))
 held, ends = threading.Event(), threading.Event()
@@ -594,8 +594,8 @@ print(pool.alloc(1), pool.touch(keys))
         self.assertFalse(any(ctypes.string_at(memory.address, memory.size)))
 
     def test_host_without_room_is_a_pool_s_error(self) -> None:
-        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(
-            kv, "_Device", side_effect=kv.PoolError("none")
+        with mock.patch.object(kv, "_Elastic", side_effect=kv._NotElastic("none")), mock.patch.object(
+            kv, "_Device", side_effect=kv._NoDevice("none")
         ), self.assertRaisesRegex(kv.PoolError, "none.*1125899906842624 bytes"):
             kv.Pool(1 << 50, 1 << 50)
 
@@ -622,14 +622,14 @@ class Driver:
         return self.failing.get(name, 0)
 
     def cuInit(self, _flags: int) -> int:
-        return 0 if self.devices else 100
+        return self.failing.get("cuInit", 0 if self.devices else 100)
 
     def cuDeviceGetCount(self, count: Any) -> int:
         count._obj.value = self.devices
         return 0
 
     def cuGetErrorName(self, error: int, name: Any) -> int:
-        names = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE", 201: b"CUDA_ERROR_INVALID_CONTEXT"}
+        names = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 3: b"CUDA_ERROR_NOT_INITIALIZED", 100: b"CUDA_ERROR_NO_DEVICE", 201: b"CUDA_ERROR_INVALID_CONTEXT"}
         name._obj.value = names[error]
         return 0
 
@@ -705,6 +705,32 @@ class Devices(unittest.TestCase):
         self.with_driver(Driver(0))
         with self.assertRaisesRegex(kv.PoolError, r"CUDA_ERROR_NO_DEVICE \(100\)"):
             kv._Device(0, MIB, MIB)
+
+    def test_full_device_is_an_error_and_takes_no_memory(self) -> None:
+        for answer, error in ((kv._NOT_YET, "no room for one granule"), (kv._FULL, "memory limit"), (-4, "refuses")):
+            driver = self.with_driver(Driver(2))
+            with mock.patch.object(kv, "_range_new", lambda *_, answer=answer: answer), self.assertRaisesRegex(kv.PoolError, error):
+                kv.Pool(4 * MIB, MIB, device=1)
+            self.assertEqual(driver.calls, [])
+
+    def test_memory_that_is_left_to_the_driver_is_the_device_s(self) -> None:
+        self.with_driver(Driver(2))
+        with mock.patch.object(kv, "_range_new", lambda *_: -3):
+            with self.assertWarnsRegex(UserWarning, "bytes of device memory.*GPUMUX_MEMORY=native"):
+                self.assertEqual(kv.Pool(4 * MIB, MIB, device=1).kind, "device")
+            with self.assertRaisesRegex(kv.PoolError, "GPUMUX_MEMORY=native"):
+                kv.Pool(4 * MIB, MIB, fallback=False)
+
+    def test_pages_of_a_device_are_not_the_host_s(self) -> None:
+        driver = self.with_driver(Driver(2))
+        for name, error, said in (("cuMemAlloc_v2", 2, "is not loaded.*OUT_OF_MEMORY"), ("cuInit", 3, "forked.*spawn")):
+            driver.failing = {name: error}
+            with mock.patch.object(kv, "_range_new", None), self.assertRaisesRegex(kv.PoolError, said):
+                kv.Pool(4 * MIB, MIB)
+        for without in (Driver(0), None):
+            loads = mock.patch.object(kv.ctypes, "CDLL", **({"return_value": without} if without else {"side_effect": OSError("no file")}))
+            with loads, self.assertWarnsRegex(UserWarning, "bytes of host memory"):
+                self.assertEqual(kv.Pool(4 * MIB, MIB).kind, "host")
 
     def test_pool_on_another_device_changes_no_current_device(self) -> None:
         for current in (None, 0, 1):

@@ -85,7 +85,7 @@ class Pools(unittest.TestCase):
         self.assertIs(self.module.mem_pool(), self.module.mem_pool())
 
     def test_pool_without_the_library_has_pytorch_s_memory(self) -> None:
-        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no library")):
+        with mock.patch.object(kv, "_Elastic", side_effect=kv._NotElastic("no library")):
             with warnings.catch_warnings(record=True) as given:
                 warnings.simplefilter("always")
                 self.assertIsNone(self.module.mem_pool())
@@ -93,6 +93,10 @@ class Pools(unittest.TestCase):
             self.assertIn("PyTorch's own memory: no library", str(given[0].message))
             with self.assertRaisesRegex(kv.PoolError, "no library"):
                 self.module.mem_pool(fallback=False)
+
+    def test_full_device_is_an_error(self) -> None:
+        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no room")), self.assertRaisesRegex(kv.PoolError, "no room"):
+            self.module.mem_pool()
 
     def test_no_gpu_is_an_error_that_names_the_way_out(self) -> None:
         module, _torch = loaded(is_available=lambda: False)
