@@ -1,5 +1,6 @@
 """Tests of `gpumux.kv` that need neither a device nor the library: pages in the host's memory, and a range that loses granules."""
 
+import contextlib
 import ctypes
 import random
 import subprocess
@@ -9,7 +10,7 @@ import time
 import unittest
 import warnings
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -115,6 +116,36 @@ class Short:
 
 
 class Pages(unittest.TestCase):
+    @contextlib.contextmanager
+    def waiting(self, pool: kv.Pool, count: int) -> "Iterator[tuple[threading.Thread, list[list[int]]]]":
+        """Another thread's request, for which there is no room. The library waits."""
+        commit, ends, found = pool._memory.commit, threading.Event(), []
+
+        def late(first: int, number: int, wait_s: float) -> int:
+            deadline = time.monotonic() + wait_s
+            while answer := commit(first, number, wait_s):
+                if ends.wait(0.01) or time.monotonic() > deadline:
+                    break
+            return answer
+
+        def wants() -> None:
+            pages = pool.alloc(count, 1e6)
+            if pages:
+                found.append(pages)
+
+        pool._memory.commit = late
+        thread = threading.Thread(target=wants, daemon=True)
+        thread.start()
+        reached(lambda: bool(pool._line))
+        time.sleep(0.05)
+        try:
+            yield thread, found
+        finally:
+            ends.set()
+            pool._grow = mock.Mock(side_effect=kv._Refused)
+            thread.join(20)
+            self.assertFalse(thread.is_alive())
+
     def test_memory_follows_the_pages_in_use(self) -> None:
         pool = made(64 * MIB, MIB, granule_bytes=4 * MIB)
         self.assertEqual(pool.limits().committed, 0)
@@ -191,14 +222,22 @@ class Pages(unittest.TestCase):
             self.assertEqual((pool.touch(keys), pool.alloc(count, 0)), (pages, None))
 
     def test_wait_is_long_only_for_what_the_pool_has_not(self) -> None:
-        waits, now = list[float](), mock.patch("time.monotonic", lambda: 9.0)
+        waits, now = list[float](), [9.0]
         pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
         pool._memory.room = 4
         pages, commit = pool.alloc(8), pool._memory.commit
-        pool._memory.commit = lambda first, count, wait_s: waits.append(wait_s) or commit(first, count, wait_s)
-        with now:
+
+
+        def waiting(first: int, count: int, wait_s: float) -> int:
+            waits.append(wait_s)
+            now[0] += wait_s
+            return commit(first, count, wait_s)
+
+        pool._memory.commit = waiting
+        with mock.patch("time.monotonic", lambda: now[0]):
             self.assertIsNone(pool.alloc(2, 5.0))
-            self.assertEqual(waits, [0.0, 5.0])
+            self.assertEqual((waits[0], sum(waits)), (0.0, 5.0))
+            self.assertLessEqual(max(waits), kv._SLICE_S)
             waits.clear()
             self.assertIsNone(pool.alloc(2, 0.0))
             self.assertEqual(waits, [0.0])
@@ -363,9 +402,121 @@ class Pages(unittest.TestCase):
                 it.join(20)
             self.assertEqual((order, refused), (["asked", "granted", "closed"], ["the pool is closed"]))
 
+    def test_others_have_own_memory_while_a_large_request_waits(self) -> None:
+        pool = made(100 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.room = 15
+        pool.free(pool.alloc(30))
+        with self.waiting(pool, 90) as (large, _found):
+            start = time.monotonic()
+            self.assertEqual([len(pool.alloc(count, 3) or []) for count in (20, 5)], [20, 5])
+            self.assertLess(time.monotonic() - start, 0.2)
+            # What cannot be had is awaited, also where the large one waits for the pages.
+            for count in (10, 40):
+                start = time.monotonic()
+                self.assertIsNone(pool.alloc(count, 0.3))
+                self.assertGreater(time.monotonic() - start, 0.25)
+            self.assertTrue(large.is_alive())
+        self.assertEqual((pool.limits().in_use, set(pool._awaited), pool._line), (25 * MIB, {0}, []))
+
+    def test_small_request_has_memory_that_comes_while_a_large_one_waits(self) -> None:
+        pool = made(100 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.room = 0
+        with self.waiting(pool, 90):
+            pool._memory.room = 3
+            self.assertEqual(len(pool.alloc(5, 3) or []), 5)
+
+    def test_large_request_has_its_turn(self) -> None:
+        pool, ends = made(100 * MIB, MIB, granule_bytes=2 * MIB), threading.Event()
+        pool._memory.room = 40
+
+        def churn() -> None:
+            while not ends.is_set():
+                if pages := pool.alloc(20, 1):
+                    ends.wait(0.01)
+                    pool.free(pages)
+
+        with mock.patch.object(kv, "_TURN_S", 0.8):
+            threads = [threading.Thread(target=churn, daemon=True) for _ in range(6)]
+            for it in threads:
+                it.start()
+            reached(lambda: pool.limits().in_use == 80 * MIB)
+            self.assertEqual(len(pool.alloc(75, 20) or []), 75)
+            ends.set()
+            for it in threads:
+                it.join(20)
+
+    def test_pages_that_another_thread_frees_are_awaited(self) -> None:
+        pool = made(8 * MIB, MIB, granule_bytes=2 * MIB)
+        pages, start = pool.alloc(8), time.monotonic()
+        # There is no other thread yet.
+        self.assertIsNone(pool.alloc(1, 20))
+        self.assertLess(time.monotonic() - start, 10)
+        threading.Timer(0.2, pool.free, [pages[:1]]).start()
+        another = threading.Thread(target=pool.cached, args=(pages[7:],))
+        another.start()
+        another.join()
+        self.assertEqual(pool.alloc(2, 20), [0, 7])
+
+    def test_wait_ends_when_pages_come_free(self) -> None:
+        pool = made(8 * MIB, MIB, granule_bytes=2 * MIB)
+        pages = pool.alloc(4)
+        pool._memory.room = 2
+        with self.waiting(pool, 4) as (_thread, found):
+            pool.free(pages)
+            reached(lambda: bool(found))
+        self.assertEqual([len(it) for it in found], [4])
+
+    def test_close_ends_a_wait(self) -> None:
+        pool = made(8 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.room = 0
+        commit = pool._memory.commit
+        pool._memory.commit = lambda first, count, wait_s: time.sleep(max(0, wait_s)) or commit(first, count, wait_s)
+        refused: "list[str]" = []
+
+        def wants() -> None:
+            try:
+                pool.alloc(1, float("inf"))
+            except ValueError as error:
+                refused.append(str(error))
+
+        threads = [threading.Thread(target=wants, daemon=True) for _ in range(3)]
+        for it in threads:
+            it.start()
+        reached(lambda: len(pool._line) == 3)
+        start = time.monotonic()
+        pool.close()
+        for it in threads:
+            it.join(20)
+        self.assertLess(time.monotonic() - start, 2)
+        self.assertEqual(refused, ["the pool is closed"] * 3)
+
+    def test_key_that_was_gone_stays_gone(self) -> None:
+        pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
+        keys, found = pool.cached(pool.alloc(8)), []
+        commit = pool._memory.commit
+
+        def late(first: int, count: int, wait_s: float) -> int:
+            found.append(pool.touch(keys[:2]))
+            return commit(first, count, wait_s)
+
+        pool._memory.room = 4
+        with mock.patch.object(pool._memory, "commit", late):
+            self.assertIsNone(pool.alloc(30, 0))
+        self.assertEqual(found[0], [None, None])
+        self.assertEqual(pool.touch(keys), [None, None, *range(2, 8)])
+        self.assertEqual((pool.limits().cached, pool._unused, pool._has_cached[0]), (0, 26, 0))
+        self.assertEqual(pool._memory.words[0] & 7, kv.FREE)
+
+    def test_cached_pages_are_found_while_a_large_request_waits(self) -> None:
+        pool = made(100 * MIB, MIB, granule_bytes=2 * MIB)
+        keys = pool.cached(pool.alloc(20))
+        pool._memory.room = 10
+        with self.waiting(pool, 95):
+            self.assertEqual((pool.limits().cached, pool.touch(keys)), (20 * MIB, list(range(20))))
+
     def test_short_wait_ends_beside_a_long_one(self) -> None:
         pool, ends = made(8 * MIB, MIB, granule_bytes=2 * MIB), threading.Event()
-        with mock.patch.object(pool._memory, "commit", lambda *_: ends.wait(20) and 1):
+        with mock.patch.object(pool._memory, "commit", lambda *_: ends.wait(20) and kv._FULL):
             long = threading.Thread(target=pool.alloc, args=(1, 20), daemon=True)
             long.start()
             reached(lambda: pool._awaited[0] == 1)
@@ -562,10 +713,34 @@ print(pool.alloc(1), pool.touch(keys))
         memory = object.__new__(kv._Elastic)
         memory.address = 1 << 30
         with mock.patch.object(kv, "_commit", commit):
-            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0, 0.0009, 0.5):
+            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0, 0.0009, 0.2):
                 memory.commit(0, 1, wait_s)
         # Without any wait the library would not ask the daemon.
-        self.assertEqual(waits, [1_000_000_000, 5, 1_000_000_000, 5, 5, 5, 500])
+        slice_ms = int(kv._SLICE_S * 1000)
+        self.assertEqual(waits, [slice_ms, 5, slice_ms, 5, 5, 5, 200])
+
+    def test_signal_interrupts_a_wait(self) -> None:
+        program = f"""
+import ctypes, os, signal, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
+from gpumux import kv
+def commit(_address, _first, _count, wait_ms):
+    # As the library does, it goes on after a signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    time.sleep(wait_ms / 1000)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    return 1
+kv._commit = commit
+memory = object.__new__(kv._Elastic)
+memory.address = 1 << 30
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    memory.commit(0, 1, float("inf"))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+        self.assertEqual(done.stdout, "interrupted\n", done.stderr)
 
     def test_wrong_sizes_are_refused(self) -> None:
         for arguments, options in (((0, 1), {}), ((MIB, 0), {}), ((MIB, MIB), {"granule_bytes": 3 * MIB})):
