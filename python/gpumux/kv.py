@@ -372,6 +372,16 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+def _release(memory: Any, reclaimers: list[Callable[[int, int], int]]) -> None:
+    """Of a pool that is closed, or that nothing refers to any more."""
+    for it in reclaimers:
+        with contextlib.suppress(ValueError):  # None is called any more when Python ends.
+            gpumux._reclaimers.remove(it)
+    if not memory.gone():
+        with contextlib.suppress(PoolError):  # Its context may have ended.
+            memory.close()
+
+
 class Pool:
     """Pages of one device's memory at addresses that stay.
 
@@ -408,8 +418,11 @@ class Pool:
         self.granule_bytes = granule_bytes
         self._make_locks()
         _pools.add(self)
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._reclaimers: list[Callable[[int, int], int]] = []
+        # When Python ends, the driver frees all.
+        self._release = weakref.finalize(self, _release, self._memory, self._reclaimers)
+        self._release.atexit = False
         # Of each page: free, cached or in use. Of each granule: how many such pages reach into it, and how many requests await its memory.
         self._states = bytearray([FREE]) * self.pages
         self._in_use, self._has_cached, self._awaited = [0] * granules, [0] * granules, [0] * granules
@@ -561,11 +574,14 @@ class Pool:
         if not callable(function):
             raise TypeError(f"on_reclaim takes a function, not {function!r}")
 
+        own = weakref.ref(self)
+
         def call(device: int, missing: int) -> int:
-            if device != self.device or self._closed:
+            pool = own()
+            if pool is None or device != pool.device or pool._closed or pool._memory.gone():
                 return 0
             function(missing)
-            return self.trim()
+            return pool.trim()
 
         with self._lock:
             self._check_open()
@@ -575,19 +591,15 @@ class Pool:
             return True
 
     def close(self) -> None:
-        """Frees all of it; tensors of it must not be used any more. Without this it ends with the process."""
+        """Frees all of it; tensors of it must not be used any more. A pool to which nothing refers any more, no tensor either, is freed, too."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            for it in self._reclaimers:
-                with contextlib.suppress(ValueError):  # None is called any more when Python ends.
-                    gpumux._reclaimers.remove(it)
             self._changed.notify_all()
         # A request that is under way ends first.
         with self._asks:
-            if not self._memory.gone():
-                self._memory.close()
+            self._release()
 
     def __enter__(self) -> Pool:
         return self
@@ -613,6 +625,8 @@ class Pool:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the pool is closed")
+        if self._memory.gone() and os.getpid() == self._process:
+            raise PoolError("the pool's memory is gone: its context has ended (cudaDeviceReset, cuCtxDestroy), or the program has freed its address")
 
     def _granules(self, page: int) -> range:
         first = page * self.page_bytes
@@ -699,6 +713,7 @@ class Pool:
                     return None
             answer = self._commit(claim.lacking, until)
             if answer not in (_DONE, _NOT_YET):
+                self._check_open()
                 raise _Refused
             rest = self._back_own(count - len(claim.pages)) if answer == _DONE else None
             done = rest is not None

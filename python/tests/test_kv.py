@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import random
 import subprocess
 import sys
@@ -757,6 +758,67 @@ except KeyboardInterrupt:
             with self.assertRaisesRegex(ValueError, "bytes_max is a whole number"):
                 kv.Pool((1 << 64) + MIB, MIB)
         backing.assert_not_called()
+
+    def test_pool_that_is_let_go_frees_its_memory(self) -> None:
+        order: "list[str]" = []
+        with mock.patch.object(Taken, "close", lambda _memory: order.append("freed")):
+            pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+            tensor = pool.tensor()
+            managed = read(tensor.__dlpack__())
+            with mock.patch.object(gpumux, "_serves", lambda: True):
+                self.assertTrue(pool.on_reclaim(print))
+            del pool, tensor
+            gc.collect()
+            self.assertEqual((order, len(gpumux._reclaimers)), ([], 1))
+            # An array of it keeps it.
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(ctypes.addressof(managed))
+            self.assertEqual((order, gpumux._reclaimers), (["freed"], []))
+            with made(4 * MIB, MIB, granule_bytes=2 * MIB) as pool:
+                pool.close()
+            del pool
+            self.assertEqual(order, ["freed"] * 2)
+            # A forked child has no memory to free, nor has a program whose context has ended.
+            with mock.patch.object(Taken, "gone", lambda _memory: True):
+                made(4 * MIB, MIB)
+            self.assertEqual(order, ["freed"] * 2)
+
+    def test_pool_is_not_freed_when_python_ends(self) -> None:
+        program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
+from test_kv import Taken, made
+Taken.close = lambda _memory: print("freed", flush=True)
+pool = made(2 << 20, 1 << 20)
+made(2 << 20, 1 << 20)
+"""
+        out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        self.assertEqual(out, "freed\n")
+
+    def test_pool_whose_context_has_ended_is_an_error(self) -> None:
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        pages = pool.alloc(2)
+        keys = pool.cached(pages[1:])
+        tensor = pool.tensor()
+        pool._memory.gone = lambda: True
+        for call in (
+            lambda: pool.alloc(1),
+            lambda: pool.touch(keys),
+            lambda: pool.free(pages[:1]),
+            pool.limits,
+            pool.trim,
+            tensor.__dlpack__,
+        ):
+            with self.assertRaisesRegex(kv.PoolError, "memory is gone: .*context"):
+                call()
+        with mock.patch("os.getpid", return_value=0):  # A forked child.
+            self.assertEqual((pool.alloc(1), pool.touch(keys)), (None, [None]))
+        pool.close()
+
+    def test_wait_ends_with_the_context(self) -> None:
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.commit = lambda *_: setattr(pool._memory, "gone", lambda: True) or -1
+        with self.assertRaisesRegex(kv.PoolError, "memory is gone"):
+            pool.alloc(1, 20)
 
     def test_closed_pool_of_the_host_keeps_no_memory(self) -> None:
         memory = kv._Host(4 * MIB, 2 * MIB)
