@@ -20,6 +20,8 @@ import gpumux  # noqa: E402
 from gpumux import kv  # noqa: E402
 
 MIB = 1 << 20
+# As DLPack 1.1 has them.
+FLOAT8 = {f"float8_{name}": (code, 8) for name, code in (("e4m3fn", 10), ("e4m3fnuz", 11), ("e5m2", 12), ("e5m2fnuz", 13), ("e8m0fnu", 14))}
 
 
 class Taken:
@@ -633,7 +635,7 @@ class Pages(unittest.TestCase):
 
     def test_types_are_those_that_readers_know(self) -> None:
         pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
-        for dtype, (code, bits) in {"int8": (0, 8), "uint64": (1, 64), "float16": (2, 16), "float64": (2, 64), "bfloat16": (4, 16)}.items():
+        for dtype, (code, bits) in {"int8": (0, 8), "uint64": (1, 64), "float16": (2, 16), "float64": (2, 64), "bfloat16": (4, 16), **FLOAT8}.items():
             tensor = read(pool.tensor(dtype=dtype).__dlpack__()).tensor
             self.assertEqual((tensor.code, tensor.bits), (code, bits))
         for dtype in ("float8", "bfloat8", "bfloat32", "bfloat64", "int4", "uint128", "float", "16", "int016", "int٨"):

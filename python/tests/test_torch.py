@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import subprocess
 import sys
 import unittest
 import warnings
@@ -9,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, ROOT)
 
 from gpumux import kv  # noqa: E402
 
@@ -114,6 +116,14 @@ class Pools(unittest.TestCase):
             sys.modules.pop("gpumux.torch", None)
             with self.assertRaisesRegex(ImportError, "gpumux.torch is for programs that have PyTorch"):
                 importlib.import_module("gpumux.torch")
+        for module, said in (
+            ("gpumux.vllm", "gpumux.vllm is for programs that have PyTorch and vLLM"),
+            ("gpumux.transformers", "gpumux.transformers is for programs that have PyTorch and transformers"),
+            ("gpumux.compat.kvcached", "gpumux.compat.kvcached is for programs that have PyTorch"),
+        ):
+            program = f"import sys; sys.modules['torch'] = None; sys.path.insert(0, {str(ROOT)!r}); import {module}"
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+            self.assertIn(f"ImportError: {said}: ", done.stderr)
 
 
 if __name__ == "__main__":
