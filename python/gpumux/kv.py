@@ -466,9 +466,11 @@ class Pool:
         turn = [time.monotonic()]
         # What another request has for a moment may be there then.
         deadline = turn[0] + max(wait_s, 2 * _LEAST_S if self._claimed else 0)
-        pages = None if self._is_held_back(turn) else self._back(count)
-        if pages is None and not self._is_held_back(turn):
-            pages = self._back_own(count)
+        pages = None
+        if not self._is_held_back(turn):
+            pages = self._back(count)
+            if pages is None:
+                pages = self._back_own(count)
         if pages is not None or time.monotonic() >= deadline or not self._may_come(count):
             return pages
         try:
@@ -485,7 +487,7 @@ class Pool:
         finally:
             with self._lock:
                 self._line = [it for it in self._line if it is not turn]
-                self._changed.notify_all()
+                self._wake()
         return None
 
     def free(self, pages: Sequence[int]) -> None:
@@ -497,7 +499,7 @@ class Pool:
             self._leave(pages)
             self._unpick(pages)
             self._settle(pages)
-            self._changed.notify_all()
+            self._wake()
 
     def cached(self, pages: Sequence[int]) -> list[int]:
         """Their contents can be made anew, and may be of use: a key for each, by which `touch` finds it."""
@@ -512,7 +514,7 @@ class Pool:
                 self._keep(self._keys, (page, tuple(self._memory.generation(it) for it in self._granules(page))))
                 keys.append(self._keys)
             self._settle(pages)
-            self._changed.notify_all()
+            self._wake()
             return keys
 
     def touch(self, keys: Sequence[int]) -> list[int | None]:
@@ -596,7 +598,7 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
-            self._changed.notify_all()
+            self._wake()
         # A request that is under way ends first.
         with self._asks:
             self._release()
@@ -674,6 +676,11 @@ class Pool:
         there = self._memory.there(every) if self.kind == "elastic" else every
         return {it for it in there if not self._awaited[it]}
 
+    def _wake(self) -> None:
+        """Pages have come free, or will not: those that wait look again."""
+        if self._line:
+            self._changed.notify_all()
+
     def _may_come(self, count: int) -> bool:
         """Whether waiting may help. Only other threads free pages meanwhile."""
         with self._lock:
@@ -683,7 +690,16 @@ class Pool:
     def _is_held_back(self, turn: list[float]) -> bool:
         """It is the time of the request that waits longest."""
         line = self._line
-        return bool(line) and line[0] is not turn and (time.monotonic() - line[0][0]) % _TURN_S > _TURN_S * 5 / 6
+        if not line:
+            return False
+        return line[0] is not turn and (time.monotonic() - line[0][0]) % _TURN_S > _TURN_S * 5 / 6
+
+    def _within(self, backed: set[int]) -> tuple[bool, Callable[[int], bool]]:
+        """Whether each page is within one granule, and what says of a page whether all of it is in these."""
+        size, granule = self.page_bytes, self.granule_bytes
+        if granule % size == 0:
+            return True, lambda page: page * size // granule in backed
+        return False, lambda page: backed.issuperset(self._granules(page))
 
     def _back(self, count: int) -> list[int] | None:
         """So many pages, if there is memory for them now. Other threads use the pool meanwhile."""
@@ -726,24 +742,20 @@ class Pool:
         """Free pages at the lowest addresses, and the oldest cached ones where these are too few: they are in use."""
         if not self._can_have(count):
             return None
-        keys = list(itertools.islice(self._cache, max(0, count - self._unused)))
+        keys = list(itertools.islice(self._cache, count - self._unused)) if count > self._unused else []
         return self._hold(self._pick(count - len(keys)), keys)
 
     def _claim_lacking(self, count: int) -> _Claim | None:
         """As many of these as have no memory: free pages, then cached ones, whose contents are gone."""
         if not self._can_have(count):
             return None
-        backed, whole = self._backed(), self.granule_bytes % self.page_bytes == 0
-
-        def lacks(page: int) -> bool:
-            return not backed.issuperset(self._granules(page))
-
+        backed = self._backed()
+        within, has = self._within(backed)
         free: list[int] = []
         for granule in sorted(self._open):
-            own = reversed(self._free[granule])
-            if not whole or granule not in backed:
-                free.extend(filter(lacks, own))
-        gone = [key for key, (page, _generations) in self._cache.items() if lacks(page)]
+            if not (within and granule in backed):
+                free.extend(page for page in reversed(self._free[granule]) if not has(page))
+        gone = [key for key, (page, _generations) in self._cache.items() if not has(page)]
         need = count - (self._unused - len(free)) - (len(self._cache) - len(gone))
         if need <= 0:
             return None
@@ -753,7 +765,8 @@ class Pool:
     def _hold(self, pages: list[int], keys: Sequence[int]) -> _Claim:
         """These pages, which are not free any more, and cached ones are in use."""
         evicted = [(key, self._cache.pop(key)) for key in keys]
-        self._away.update(keys)
+        if keys:
+            self._away.update(keys)
         for _key, (page, _generations) in evicted:
             self._uncache(page)
         pages = pages + [page for _key, (page, _generations) in evicted]
@@ -772,8 +785,9 @@ class Pool:
                 self._awaited[granule] -= 1
             self._claimed -= len(pages)
             kept = [it for it in evicted if it[0] in self._away]
-            self._away.difference_update(key for key, _entry in evicted)
-            self._changed.notify_all()
+            if evicted:
+                self._away.difference_update(key for key, _entry in evicted)
+            self._wake()
             if backed or self._closed:
                 return
             self._leave(pages)
@@ -806,9 +820,10 @@ class Pool:
             before = None
             while self._can_have(count):
                 backed = self._backed()
+                _within, has = self._within(backed)
                 free = (page for granule in sorted(backed.intersection(self._open)) for page in reversed(self._free[granule]))
-                unused = list(itertools.islice((page for page in free if backed.issuperset(self._granules(page))), count))
-                cached = ((key, page) for key, (page, _generations) in self._cache.items() if backed.issuperset(self._granules(page)))
+                unused = list(itertools.islice(filter(has, free), count))
+                cached = ((key, page) for key, (page, _generations) in self._cache.items() if has(page))
                 evicted = dict(itertools.islice(cached, count - len(unused)))
                 pages = [*unused, *evicted.values()]
                 # Others may take some until they are in use. What they took is left out then.
