@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs kvcached's own tests with gpumux's memory in the place of its native module, each file in a process of its own.
+"""Runs kvcached's own tests with gpumux's memory in the place of its native module, also in processes that they start, each file in a process of its own.
 
 python3 tools/kvcached_tests.py KVCACHED [FILE...]                  # those that need no GPU
 gpumux run -- python3 tools/kvcached_tests.py KVCACHED [FILE...]    # all
@@ -10,14 +10,27 @@ GPU are missing, a file fails or is skipped: the last column has pytest's words 
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent / "python"
 LONGEST_S = 600
+CHILD = """
+import importlib.util, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "kvcached.vmm_ops":
+            sys.meta_path.remove(Finder)
+            import gpumux.compat.kvcached
+            return importlib.util.find_spec(name)
+sys.meta_path.insert(0, Finder)
+"""
+"""`sitecustomize` of each Python: one that imports kvcached's module has gpumux's."""
 
 
 def last(text: str) -> str:
@@ -26,15 +39,27 @@ def last(text: str) -> str:
     return lines[-1] if lines else (text.strip().splitlines() or ["no output"])[-1]
 
 
+def is_script(file: Path) -> bool:
+    """Whether it gives its tests what they take, and pytest would not."""
+    top = ast.parse(file.read_text(encoding="utf-8")).body
+    imported = {it.name for node in top if isinstance(node, ast.Import) for it in node.names}
+    imported |= {node.module for node in top if isinstance(node, ast.ImportFrom) and node.module}
+    takes = any(isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.args.args for node in top)
+    return takes and "pytest" not in imported and any(isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in top)
+
+
 def run(tree: Path, file: Path) -> tuple[int, str]:
-    """pytest's code and its last line."""
-    path = os.pathsep.join([str(tree), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    command = [sys.executable, "-m", "gpumux.compat.kvcached", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST_S)
-    except subprocess.TimeoutExpired:
-        return 1, f"not done after {LONGEST_S} s"
+    """The code of pytest or of a script, and its last line."""
+    command = [str(file)] if is_script(file) else ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "gpumux.compat.kvcached", *command]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "sitecustomize.py").write_text(CHILD, encoding="utf-8")
+        path = os.pathsep.join([folder, str(tree), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            return 1, f"not done after {LONGEST_S} s"
     return ended.returncode, last(ended.stdout + ended.stderr if ended.returncode not in (0, 5) else ended.stdout)
 
 

@@ -11,7 +11,7 @@
 
 Under `gpumux run` a pool has memory only behind the pages that it needs. What is free or cached is there for other tenants, which take it
 without this program's help, whatever its threads do. Without the library that `gpumux run` preloads, the pool takes `bytes_max` of device
-memory at once; without a device, of the host's memory. `Pool.kind` and a warning say so.
+memory at once; without a device, of the host's memory. `Pool.kind` and a warning say so. Where there is a device and no room, a pool is not made.
 """
 
 from __future__ import annotations
@@ -39,18 +39,24 @@ import gpumux
 OUT, FREE, CACHED, IN_USE = 0, 1, 2, 3
 """States of a granule: see include/gpumux.h."""
 
-_DONE, _NOT_YET, _FULL = 0, 1, 2
+_DONE, _NOT_YET, _FULL, _NATIVE = 0, 1, 2, -3
+_NOT_INITIALIZED = 3
+"""The driver's answer to a forked child."""
 _GRANULE = 16 << 20
 _LEAST_S = 0.005
 """Without any wait the library does not ask the daemon, which answers sooner than this where there is room."""
 _LONGEST_S = 1e6
 """The longest wait: the library takes milliseconds in 32 bits."""
+_SLICE_S = 0.25
+"""So long the library is asked at a time: in between, signals are handled, a pool may close, and requests take turns."""
+_TURN_S = 3.0
+"""At the end of each such time, for a sixth of it, all that comes free is for the request that waits longest."""
 _WHY = {
     _NOT_YET: "there is no room for one granule on the device now, or the process has 4096 ranges",
     _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
     -1: "a granule is a multiple of 2 MiB, at most 64 MiB, and a range has at most 64 TiB",
     -2: "no context of the device is current",
-    -3: "gpumux leaves this program's memory to the driver (GPUMUX_MEMORY=native, peer access, or a forked child)",
+    _NATIVE: "gpumux leaves this program's memory to the driver (GPUMUX_MEMORY=native, peer access, or a forked child)",
     -4: "the driver refuses to reserve addresses or to map memory",
 }
 
@@ -74,6 +80,14 @@ _mark = gpumux._function(
 
 class PoolError(RuntimeError):
     """A pool cannot be made, or not in the way that was asked for."""
+
+
+class _NotElastic(PoolError):
+    """The library is missing, or leaves this program's memory to the driver."""
+
+
+class _NoDevice(PoolError):
+    """There is none for this program."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +128,14 @@ class _Driver:
         try:
             self.library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise PoolError(f"there is no CUDA driver: {error}") from None
-        self.call("cuInit", 0)
+            raise _NoDevice(f"there is no CUDA driver: {error}") from None
+        try:
+            self.call("cuInit", 0)
+        except PoolError as error:
+            if self.library.cuInit(0) == _NOT_INITIALIZED:
+                why = "a process that was forked after CUDA's start has no GPU (multiprocessing has another start method, `spawn`)"
+                raise PoolError(f"{why}: {error}") from None
+            raise _NoDevice(str(error)) from None
         there = ctypes.c_int()
         self.call("cuDeviceGetCount", ctypes.byref(there))
         if there.value and not 0 <= device < there.value:
@@ -160,12 +180,13 @@ class _Elastic:
 
     def __init__(self, device: int, size: int, granule: int) -> None:
         if not _range_new:
-            raise PoolError("gpumux's library is not loaded (start the program with `gpumux run`)")
+            raise _NotElastic("gpumux's library is not loaded (start the program with `gpumux run`)")
         at = ctypes.c_void_p()
         with _Driver(device).current():
             answer = _range_new(device, size, granule, ctypes.byref(at))
         if answer != _DONE or not at.value:
-            raise PoolError(f"an elastic range of {size} bytes on device {device}: {_WHY.get(answer, answer)}")
+            error = _NotElastic if answer == _NATIVE else PoolError
+            raise error(f"an elastic range of {size} bytes on device {device}: {_WHY.get(answer, answer)}")
         self.header = _Header.from_address(at.value)
         self.address, self.granule = int(self.header.address), granule
         self.words = (ctypes.c_uint32 * self.header.granules).from_address(at.value + ctypes.sizeof(_Header))
@@ -175,10 +196,18 @@ class _Elastic:
 
     def commit(self, first: int, count: int, wait_s: float, part: tuple[int, int] | None = None) -> int:
         """`part`: the name of a request that several ranks make, and their number. An older library has no such requests."""
-        wait_ms = int(min(max(_LEAST_S, wait_s), _LONGEST_S) * 1000)
+        wait_s = max(_LEAST_S, wait_s)
         if part and _commit_part:
-            return int(_commit_part(self.address, first, count, wait_ms, *part))
-        return int(_commit(self.address, first, count, wait_ms))
+            return int(_commit_part(self.address, first, count, int(min(wait_s, _LONGEST_S) * 1000), *part))
+        deadline = time.monotonic() + wait_s
+        while True:
+            start = time.monotonic()
+            asked_s = min(max(_LEAST_S, deadline - start), _SLICE_S)
+            answer = int(_commit(self.address, first, count, round(asked_s * 1000)))
+            end = time.monotonic()
+            # It answers early where waiting is of no use.
+            if answer != _NOT_YET or end >= deadline or end < start + asked_s - 0.001:
+                return answer
 
     def decommit(self, first: int, count: int) -> int:
         return int(_decommit(self.address, first, count))
@@ -263,21 +292,23 @@ class _Host(_Plain):
 
 
 def _backing(device: int, size: int, granule: int, fallback: bool) -> Any:
-    """An elastic range; else, if that is allowed, all of the memory at once."""
+    """An elastic range; where there is no such memory, and it is allowed, all of the memory at once. A device that is full is an error."""
     try:
         return _Elastic(device, size, granule)
-    except PoolError as error:
+    except (_NotElastic, _NoDevice) as error:
         if not fallback:
             raise
         why = str(error)
     try:
         plain: Any = _Device(device, size, granule)
-    except PoolError as error:
+    except _NoDevice as error:
         why = why if why == str(error) else f"{why}; {error}"
         try:
             plain = _Host(size, granule)
         except (OSError, OverflowError) as no_room:
             raise PoolError(f"{why}; the host has no room for {size} bytes: {no_room}") from None
+    except PoolError as error:
+        raise PoolError(f"{why}; all {size} bytes at once: {error}") from None
     where = "device" if plain.kind == "device" else "host"
     warnings.warn(f"gpumux.kv: all {size} bytes of {where} memory are taken now, and stay: {why}", stacklevel=3)
     return plain
@@ -325,16 +356,30 @@ class _Claim(NamedTuple):
     """Granules that must have memory first."""
 
 
+class _Refused(Exception):
+    """No room, however long it is awaited."""
+
+
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def _in_child() -> None:
     """Another thread of the parent may have held a lock."""
     for pool in list(_pools):
-        pool._lock, pool._asks = threading.RLock(), threading.RLock()
+        pool._make_locks()
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+def _release(memory: Any, reclaimers: list[Callable[[int, int], int]]) -> None:
+    """Of a pool that is closed, or that nothing refers to any more."""
+    for it in reclaimers:
+        with contextlib.suppress(ValueError):  # None is called any more when Python ends.
+            gpumux._reclaimers.remove(it)
+    if not memory.gone():
+        with contextlib.suppress(PoolError):  # Its context may have ended.
+            memory.close()
 
 
 class Pool:
@@ -371,11 +416,13 @@ class Pool:
         self.address: int = self._memory.address
         """Where page 0 is; page n is `n * page_bytes` behind it."""
         self.granule_bytes = granule_bytes
-        # The second is held while memory is awaited, and never taken by a thread that has the first.
-        self._lock, self._asks = threading.RLock(), threading.RLock()
+        self._make_locks()
         _pools.add(self)
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._reclaimers: list[Callable[[int, int], int]] = []
+        # When Python ends, the driver frees all.
+        self._release = weakref.finalize(self, _release, self._memory, self._reclaimers)
+        self._release.atexit = False
         # Of each page: free, cached or in use. Of each granule: how many such pages reach into it, and how many requests await its memory.
         self._states = bytearray([FREE]) * self.pages
         self._in_use, self._has_cached, self._awaited = [0] * granules, [0] * granules, [0] * granules
@@ -389,27 +436,58 @@ class Pool:
         # By key, the oldest first.
         self._cache: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
         self._keys = 0
+        # Pages of requests that are under way, and the keys of those that were cached and may be again.
+        self._claimed = 0
+        self._away: set[int] = set()
+        # Threads that have used it.
+        self._users: set[int] = set()
+
+    def _make_locks(self) -> None:
+        # The second is held while memory is awaited, and never taken by a thread that has the first.
+        self._lock, self._asks = threading.RLock(), threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # Of the requests that wait: since when, the oldest first.
+        self._line: list[list[float]] = []
 
     # ---- pages -------------------------------------------------------------------------------
 
     def alloc(self, count: int, wait_s: float = 1.0) -> list[int] | None:
-        """So many pages, with undefined contents; None when there is no room for them within about `wait_s`, or another thread's request for
-        memory is still under way then.
+        """So many pages, with undefined contents; None when there is no room for them within about `wait_s`, which may be infinite. That
+        is the answer at once beyond the tenant's limit, and where too many pages are in use and only this thread uses the pool.
 
-        Where room is short, the pool's own cached pages go first, the oldest before the others; where these are too few, they stay. An
-        exception while memory is awaited, such as KeyboardInterrupt, leaves all as before.
+        Where room is short, the pool's own cached pages go first, the oldest before the others; where these are too few, they stay. Requests
+        of other threads have what is there while a larger one waits, but for half a second of every three. An exception while memory is
+        awaited, such as KeyboardInterrupt, leaves all as before.
         """
-        count, wait_s = operator.index(count), min(max(0.0, float(wait_s)), _LONGEST_S)
+        count, wait_s = operator.index(count), max(0.0, float(wait_s))
         if count < 0:
             raise ValueError(f"a number of pages is 0 or more: {count}")
-        start = time.monotonic()
-        # Memory of others is awaited for long only where the pool's own does not do.
-        for until in sorted({start, start + wait_s}):
-            pages = self._back(count, until)
+        self._users.add(threading.get_ident())
+        turn = [time.monotonic()]
+        # What another request has for a moment may be there then.
+        deadline = turn[0] + max(wait_s, 2 * _LEAST_S if self._claimed else 0)
+        pages = None
+        if not self._is_held_back(turn):
+            pages = self._back(count)
             if pages is None:
                 pages = self._back_own(count)
-            if pages is not None:
-                return pages
+        if pages is not None or time.monotonic() >= deadline or not self._may_come(count):
+            return pages
+        try:
+            with self._lock:
+                self._line.append(turn)
+            while (now := time.monotonic()) < deadline:
+                pages = self._grow(count, turn, min(deadline, now + _SLICE_S))
+                if pages is not None:
+                    return pages
+                with self._lock:
+                    self._changed.wait(_LEAST_S)  # The turn of others.
+        except _Refused:
+            pass
+        finally:
+            with self._lock:
+                self._line = [it for it in self._line if it is not turn]
+                self._wake()
         return None
 
     def free(self, pages: Sequence[int]) -> None:
@@ -417,15 +495,18 @@ class Pool:
         pages = _numbers("a page", pages)
         with self._lock:
             self._check_open()
+            self._users.add(threading.get_ident())
             self._leave(pages)
             self._unpick(pages)
             self._settle(pages)
+            self._wake()
 
     def cached(self, pages: Sequence[int]) -> list[int]:
         """Their contents can be made anew, and may be of use: a key for each, by which `touch` finds it."""
         pages = _numbers("a page", pages)
         with self._lock:
             self._check_open()
+            self._users.add(threading.get_ident())
             self._leave(pages)
             keys = []
             for page in pages:
@@ -433,6 +514,7 @@ class Pool:
                 self._keep(self._keys, (page, tuple(self._memory.generation(it) for it in self._granules(page))))
                 keys.append(self._keys)
             self._settle(pages)
+            self._wake()
             return keys
 
     def touch(self, keys: Sequence[int]) -> list[int | None]:
@@ -446,6 +528,7 @@ class Pool:
             for key in keys:
                 entry = self._cache.pop(key, None)
                 if entry is None:
+                    self._away.discard(key)
                     found.append(None)
                     continue
                 page, generations = entry
@@ -493,11 +576,14 @@ class Pool:
         if not callable(function):
             raise TypeError(f"on_reclaim takes a function, not {function!r}")
 
+        own = weakref.ref(self)
+
         def call(device: int, missing: int) -> int:
-            if device != self.device or self._closed:
+            pool = own()
+            if pool is None or device != pool.device or pool._closed or pool._memory.gone():
                 return 0
             function(missing)
-            return self.trim()
+            return pool.trim()
 
         with self._lock:
             self._check_open()
@@ -507,18 +593,15 @@ class Pool:
             return True
 
     def close(self) -> None:
-        """Frees all of it; tensors of it must not be used any more. Without this it ends with the process."""
+        """Frees all of it; tensors of it must not be used any more. A pool to which nothing refers any more, no tensor either, is freed, too."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            for it in self._reclaimers:
-                with contextlib.suppress(ValueError):  # None is called any more when Python ends.
-                    gpumux._reclaimers.remove(it)
+            self._wake()
         # A request that is under way ends first.
         with self._asks:
-            if not self._memory.gone():
-                self._memory.close()
+            self._release()
 
     def __enter__(self) -> Pool:
         return self
@@ -544,6 +627,8 @@ class Pool:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the pool is closed")
+        if self._memory.gone() and os.getpid() == self._process:
+            raise PoolError("the pool's memory is gone: its context has ended (cudaDeviceReset, cuCtxDestroy), or the program has freed its address")
 
     def _granules(self, page: int) -> range:
         first = page * self.page_bytes
@@ -591,26 +676,101 @@ class Pool:
         there = self._memory.there(every) if self.kind == "elastic" else every
         return {it for it in there if not self._awaited[it]}
 
-    def _back(self, count: int, until: float) -> list[int] | None:
-        """So many pages, once they have memory. Other threads use the pool meanwhile."""
+    def _wake(self) -> None:
+        """Pages have come free, or will not: those that wait look again."""
+        if self._line:
+            self._changed.notify_all()
+
+    def _may_come(self, count: int) -> bool:
+        """Whether waiting may help. Only other threads free pages meanwhile."""
+        with self._lock:
+            most = self.pages if len(self._users) > 1 else self._unused + len(self._cache) + self._claimed
+            return not self._memory.gone() and count <= most
+
+    def _is_held_back(self, turn: list[float]) -> bool:
+        """It is the time of the request that waits longest."""
+        line = self._line
+        if not line:
+            return False
+        return line[0] is not turn and (time.monotonic() - line[0][0]) % _TURN_S > _TURN_S * 5 / 6
+
+    def _within(self, backed: set[int]) -> tuple[bool, Callable[[int], bool]]:
+        """Whether each page is within one granule, and what says of a page whether all of it is in these."""
+        size, granule = self.page_bytes, self.granule_bytes
+        if granule % size == 0:
+            return True, lambda page: page * size // granule in backed
+        return False, lambda page: backed.issuperset(self._granules(page))
+
+    def _back(self, count: int) -> list[int] | None:
+        """So many pages, if there is memory for them now. Other threads use the pool meanwhile."""
         claim, backed = None, False
         try:
             with self._lock:
                 claim = self._claim(count)
-            backed = claim is not None and self._commit(claim.lacking, until)
+            backed = claim is not None and self._commit(claim.lacking, time.monotonic()) == _DONE
             return claim.pages if claim and backed else None
         finally:
             if claim:
                 self._end(claim, backed)
 
+    def _grow(self, count: int, turn: list[float], until: float) -> list[int] | None:
+        """So many pages, once there is memory for what the pool lacks. Other threads may have what it has meanwhile."""
+        claim, done = None, False
+        try:
+            with self._lock:
+                if not self._is_held_back(turn):
+                    pages = self._back_own(count)
+                    if pages is not None:
+                        return pages
+                    claim = self._claim_lacking(count)
+                if claim is None:
+                    self._check_open()
+                    self._changed.wait(min(until - time.monotonic(), _SLICE_S / 5))
+                    return None
+            answer = self._commit(claim.lacking, until)
+            if answer not in (_DONE, _NOT_YET):
+                self._check_open()
+                raise _Refused
+            rest = self._back_own(count - len(claim.pages)) if answer == _DONE else None
+            done = rest is not None
+            return claim.pages + rest if rest is not None else None
+        finally:
+            if claim:
+                self._end(claim, done)
+
     def _claim(self, count: int) -> _Claim | None:
         """Free pages at the lowest addresses, and the oldest cached ones where these are too few: they are in use."""
         if not self._can_have(count):
             return None
-        evicted = [self._cache.popitem(last=False) for _ in range(count - self._unused)]
+        keys = list(itertools.islice(self._cache, count - self._unused)) if count > self._unused else []
+        return self._hold(self._pick(count - len(keys)), keys)
+
+    def _claim_lacking(self, count: int) -> _Claim | None:
+        """As many of these as have no memory: free pages, then cached ones, whose contents are gone."""
+        if not self._can_have(count):
+            return None
+        backed = self._backed()
+        within, has = self._within(backed)
+        free: list[int] = []
+        for granule in sorted(self._open):
+            if not (within and granule in backed):
+                free.extend(page for page in reversed(self._free[granule]) if not has(page))
+        gone = [key for key, (page, _generations) in self._cache.items() if not has(page)]
+        need = count - (self._unused - len(free)) - (len(self._cache) - len(gone))
+        if need <= 0:
+            return None
+        self._take(free[:need])
+        return self._hold(free[:need], gone[: max(0, need - len(free))])
+
+    def _hold(self, pages: list[int], keys: Sequence[int]) -> _Claim:
+        """These pages, which are not free any more, and cached ones are in use."""
+        evicted = [(key, self._cache.pop(key)) for key in keys]
+        if keys:
+            self._away.update(keys)
         for _key, (page, _generations) in evicted:
             self._uncache(page)
-        pages = self._pick(count - len(evicted)) + [page for _key, (page, _generations) in evicted]
+        pages = pages + [page for _key, (page, _generations) in evicted]
+        self._claimed += len(pages)
         lacking = [granule for granule in self._granules_of(pages) if not self._is_held(granule)]
         self._enter(pages)
         for granule in lacking:
@@ -623,28 +783,36 @@ class Pool:
         with self._lock:
             for granule in lacking:
                 self._awaited[granule] -= 1
+            self._claimed -= len(pages)
+            kept = [it for it in evicted if it[0] in self._away]
+            if evicted:
+                self._away.difference_update(key for key, _entry in evicted)
+            self._wake()
             if backed or self._closed:
                 return
             self._leave(pages)
-            self._unpick(reversed(pages[: len(pages) - len(evicted)]))
-            for key, entry in reversed(evicted):
+            # Keys that were said to be gone meanwhile are.
+            cached = {page for _key, (page, _generations) in kept}
+            self._unpick(page for page in reversed(pages) if page not in cached)
+            for key, entry in reversed(kept):
                 self._keep(key, entry)
                 self._cache.move_to_end(key, last=False)
             self._settle(pages)
 
-    def _commit(self, granules: Sequence[int], until: float) -> bool:
+    def _commit(self, granules: Sequence[int], until: float) -> int:
         """Has memory behind granules. One thread asks at a time: others may want the same ones, and what a refused request got is taken back."""
         if not granules:
-            return True
-        if not self._asks.acquire(timeout=max(_LEAST_S, until - time.monotonic())):
-            return False
+            return _DONE
+        if not self._asks.acquire(timeout=max(0.0, until - time.monotonic())):
+            return _NOT_YET
         try:
-            return not self._closed and self._have(granules, until)
+            return _NOT_YET if self._closed else self._have(granules, until)
         finally:
             self._asks.release()
 
-    def _have(self, granules: Sequence[int], until: float) -> bool:
-        return all(self._memory.commit(first, count, until - time.monotonic()) == _DONE for first, count in _runs(granules))
+    def _have(self, granules: Sequence[int], until: float) -> int:
+        answers = (int(self._memory.commit(first, count, until - time.monotonic())) for first, count in _runs(granules))
+        return next((it for it in answers if it != _DONE), _DONE)
 
     def _back_own(self, count: int) -> list[int] | None:
         """Pages that have memory already: free ones at the lowest addresses, then the oldest cached ones."""
@@ -652,9 +820,10 @@ class Pool:
             before = None
             while self._can_have(count):
                 backed = self._backed()
+                _within, has = self._within(backed)
                 free = (page for granule in sorted(backed.intersection(self._open)) for page in reversed(self._free[granule]))
-                unused = list(itertools.islice((page for page in free if backed.issuperset(self._granules(page))), count))
-                cached = ((key, page) for key, (page, _generations) in self._cache.items() if backed.issuperset(self._granules(page)))
+                unused = list(itertools.islice(filter(has, free), count))
+                cached = ((key, page) for key, (page, _generations) in self._cache.items() if has(page))
                 evicted = dict(itertools.islice(cached, count - len(unused)))
                 pages = [*unused, *evicted.values()]
                 # Others may take some until they are in use. What they took is left out then.
@@ -662,7 +831,7 @@ class Pool:
                     break
                 before, lacking = pages, [granule for granule in self._granules_of(pages) if not self._in_use[granule]]
                 try:
-                    if self._have(lacking, 0):
+                    if self._have(lacking, 0) == _DONE:
                         self._take(unused)
                         for key, page in evicted.items():
                             del self._cache[key]
@@ -749,6 +918,8 @@ _TYPES = {
     for code, kind, sizes in ((0, "int", (8, 16, 32, 64)), (1, "uint", (8, 16, 32, 64)), (2, "float", (16, 32, 64)), (4, "bfloat", (16,)))
     for bits in sizes
 }
+# Since DLPack 1.1.
+_TYPES.update((f"float8_{kind}", (code, 8)) for code, kind in ((10, "e4m3fn"), (11, "e4m3fnuz"), (12, "e5m2"), (13, "e5m2fnuz"), (14, "e8m0fnu")))
 """DLPack's code of a type, and its bits. A reader that does not know a type leaves the capsule, which keeps the pool."""
 _CPU, _CUDA = 1, 2
 _capsule = ctypes.pythonapi.PyCapsule_New
@@ -766,7 +937,7 @@ def _dtype(name: str) -> tuple[int, int]:
 def alloc_together(pools: Sequence[Pool], count: int, wait_s: float = 1.0) -> list[list[int]] | None:
     """So many pages of each pool, such as those of one model on several GPUs, all or none: None when one of them has no room for them
     within about `wait_s`."""
-    pools, deadline = list(pools), time.monotonic() + min(max(0.0, float(wait_s)), _LONGEST_S)
+    pools, deadline = list(pools), time.monotonic() + max(0.0, float(wait_s))
     found: list[list[int]] = []
     try:
         for pool in pools:

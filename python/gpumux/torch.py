@@ -51,7 +51,7 @@ def mem_pool(*, fallback: bool = True) -> Any:
 
     Memory that others have is awaited for 30 s; then PyTorch raises torch.cuda.OutOfMemoryError, and the program may go on. Where memory
     can't be elastic, as without `gpumux run`, the pool has PyTorch's own memory and a warning has the reason; with `fallback=False` it is a
-    PoolError. Without a GPU, or without `torch.cuda.MemPool`, it always is.
+    PoolError. On a full device, without a GPU, or without `torch.cuda.MemPool`, it always is.
     """
     if not hasattr(torch.cuda, "MemPool"):
         raise kv.PoolError(f"PyTorch {torch.__version__} has no torch.cuda.MemPool: use 2.5 or newer")
@@ -60,8 +60,8 @@ def mem_pool(*, fallback: bool = True) -> Any:
     try:
         kv._Elastic(torch.cuda.current_device(), 2 << 20, 2 << 20).close()
         if not kv._segment:
-            raise kv.PoolError("gpumux's library is older than this package, and has no segments")
-    except kv.PoolError as error:
+            raise kv._NotElastic("gpumux's library is older than this package, and has no segments")
+    except kv._NotElastic as error:
         if not fallback:
             raise
         warnings.warn(f"gpumux.torch: the pool has PyTorch's own memory: {error}", stacklevel=2)

@@ -19,9 +19,11 @@ import warnings
 import weakref
 from typing import Any
 
-import torch
-import transformers
-
+try:
+    import torch
+    import transformers
+except ImportError as error:
+    raise ImportError(f"gpumux.transformers is for programs that have PyTorch and transformers: {error}") from error
 try:
     from transformers import DynamicCache, StoppingCriteria
     from transformers.cache_utils import DynamicLayer

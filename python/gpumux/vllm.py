@@ -18,9 +18,11 @@ import logging
 import os
 from typing import Any, Iterator
 
-import torch
-import vllm
-
+try:
+    import torch
+    import vllm
+except ImportError as error:
+    raise ImportError(f"gpumux.vllm is for programs that have PyTorch and vLLM: {error}") from error
 try:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager

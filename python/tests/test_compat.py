@@ -301,9 +301,9 @@ class Memory(Case):
             self.create(False, 7 * PAGE, 1, "cuda:0", 1)
 
     def test_without_a_device_pages_are_in_the_host_s_memory(self) -> None:
-        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no library")), warnings.catch_warnings(record=True) as said:
+        with mock.patch.object(kv, "_Elastic", side_effect=kv._NotElastic("no library")), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            with mock.patch.object(kv, "_Device", side_effect=kv.PoolError("no driver")):
+            with mock.patch.object(kv, "_Device", side_effect=kv._NoDevice("no driver")):
                 self.torch.cuda.is_available = lambda: False
                 (tensor,) = self.create(True, 8 * PAGE, 2, "cuda", 1)
                 self.assertEqual((tensor.__dlpack_device__(), len(said)), ((1, 0), 1))
@@ -316,6 +316,14 @@ class Memory(Case):
                 self.torch.cuda.is_available = lambda: True
                 with self.assertRaisesRegex(RuntimeError, "has not room"):
                     self.create(True, 8 * PAGE, 2, "cuda:0", 1)
+
+    def test_full_device_is_an_error_and_has_no_other_memory(self) -> None:
+        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no room")), mock.patch.object(kv, "_Device") as device:
+            with self.assertRaisesRegex(RuntimeError, "no room"):
+                self.create(True, 8 * PAGE, 2, "cuda:0", 1)
+        device.assert_not_called()
+        # It may be tried again.
+        self.create(True, 8 * PAGE, 2, "cuda:0", 1)
 
 
 class Pages(Case):

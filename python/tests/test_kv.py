@@ -1,6 +1,8 @@
 """Tests of `gpumux.kv` that need neither a device nor the library: pages in the host's memory, and a range that loses granules."""
 
+import contextlib
 import ctypes
+import gc
 import random
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import time
 import unittest
 import warnings
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -18,6 +20,8 @@ import gpumux  # noqa: E402
 from gpumux import kv  # noqa: E402
 
 MIB = 1 << 20
+# As DLPack 1.1 has them.
+FLOAT8 = {f"float8_{name}": (code, 8) for name, code in (("e4m3fn", 10), ("e4m3fnuz", 11), ("e5m2", 12), ("e5m2fnuz", 13), ("e8m0fnu", 14))}
 
 
 class Taken:
@@ -115,6 +119,36 @@ class Short:
 
 
 class Pages(unittest.TestCase):
+    @contextlib.contextmanager
+    def waiting(self, pool: kv.Pool, count: int) -> "Iterator[tuple[threading.Thread, list[list[int]]]]":
+        """Another thread's request, for which there is no room. The library waits."""
+        commit, ends, found = pool._memory.commit, threading.Event(), []
+
+        def late(first: int, number: int, wait_s: float) -> int:
+            deadline = time.monotonic() + wait_s
+            while answer := commit(first, number, wait_s):
+                if ends.wait(0.01) or time.monotonic() > deadline:
+                    break
+            return answer
+
+        def wants() -> None:
+            pages = pool.alloc(count, 1e6)
+            if pages:
+                found.append(pages)
+
+        pool._memory.commit = late
+        thread = threading.Thread(target=wants, daemon=True)
+        thread.start()
+        reached(lambda: bool(pool._line))
+        time.sleep(0.05)
+        try:
+            yield thread, found
+        finally:
+            ends.set()
+            pool._grow = mock.Mock(side_effect=kv._Refused)
+            thread.join(20)
+            self.assertFalse(thread.is_alive())
+
     def test_memory_follows_the_pages_in_use(self) -> None:
         pool = made(64 * MIB, MIB, granule_bytes=4 * MIB)
         self.assertEqual(pool.limits().committed, 0)
@@ -191,14 +225,22 @@ class Pages(unittest.TestCase):
             self.assertEqual((pool.touch(keys), pool.alloc(count, 0)), (pages, None))
 
     def test_wait_is_long_only_for_what_the_pool_has_not(self) -> None:
-        waits, now = list[float](), mock.patch("time.monotonic", lambda: 9.0)
+        waits, now = list[float](), [9.0]
         pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
         pool._memory.room = 4
         pages, commit = pool.alloc(8), pool._memory.commit
-        pool._memory.commit = lambda first, count, wait_s: waits.append(wait_s) or commit(first, count, wait_s)
-        with now:
+
+
+        def waiting(first: int, count: int, wait_s: float) -> int:
+            waits.append(wait_s)
+            now[0] += wait_s
+            return commit(first, count, wait_s)
+
+        pool._memory.commit = waiting
+        with mock.patch("time.monotonic", lambda: now[0]):
             self.assertIsNone(pool.alloc(2, 5.0))
-            self.assertEqual(waits, [0.0, 5.0])
+            self.assertEqual((waits[0], sum(waits)), (0.0, 5.0))
+            self.assertLessEqual(max(waits), kv._SLICE_S)
             waits.clear()
             self.assertIsNone(pool.alloc(2, 0.0))
             self.assertEqual(waits, [0.0])
@@ -259,8 +301,8 @@ class Pages(unittest.TestCase):
         self.assertEqual([it & 7 for it in pool._memory.words[:4]], [kv.IN_USE, kv.IN_USE, kv.OUT, kv.FREE])
 
     def test_warning_names_the_line_that_makes_the_pool(self) -> None:
-        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(
-            kv, "_Device", side_effect=kv.PoolError("none")
+        with mock.patch.object(kv, "_Elastic", side_effect=kv._NotElastic("none")), mock.patch.object(
+            kv, "_Device", side_effect=kv._NoDevice("none")
         ), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             kv.Pool(4 * MIB, MIB)
@@ -363,9 +405,121 @@ class Pages(unittest.TestCase):
                 it.join(20)
             self.assertEqual((order, refused), (["asked", "granted", "closed"], ["the pool is closed"]))
 
+    def test_others_have_own_memory_while_a_large_request_waits(self) -> None:
+        pool = made(100 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.room = 15
+        pool.free(pool.alloc(30))
+        with self.waiting(pool, 90) as (large, _found):
+            start = time.monotonic()
+            self.assertEqual([len(pool.alloc(count, 3) or []) for count in (20, 5)], [20, 5])
+            self.assertLess(time.monotonic() - start, 0.2)
+            # What cannot be had is awaited, also where the large one waits for the pages.
+            for count in (10, 40):
+                start = time.monotonic()
+                self.assertIsNone(pool.alloc(count, 0.3))
+                self.assertGreater(time.monotonic() - start, 0.25)
+            self.assertTrue(large.is_alive())
+        self.assertEqual((pool.limits().in_use, set(pool._awaited), pool._line), (25 * MIB, {0}, []))
+
+    def test_small_request_has_memory_that_comes_while_a_large_one_waits(self) -> None:
+        pool = made(100 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.room = 0
+        with self.waiting(pool, 90):
+            pool._memory.room = 3
+            self.assertEqual(len(pool.alloc(5, 3) or []), 5)
+
+    def test_large_request_has_its_turn(self) -> None:
+        pool, ends = made(100 * MIB, MIB, granule_bytes=2 * MIB), threading.Event()
+        pool._memory.room = 40
+
+        def churn() -> None:
+            while not ends.is_set():
+                if pages := pool.alloc(20, 1):
+                    ends.wait(0.01)
+                    pool.free(pages)
+
+        with mock.patch.object(kv, "_TURN_S", 0.8):
+            threads = [threading.Thread(target=churn, daemon=True) for _ in range(6)]
+            for it in threads:
+                it.start()
+            reached(lambda: pool.limits().in_use == 80 * MIB)
+            self.assertEqual(len(pool.alloc(75, 20) or []), 75)
+            ends.set()
+            for it in threads:
+                it.join(20)
+
+    def test_pages_that_another_thread_frees_are_awaited(self) -> None:
+        pool = made(8 * MIB, MIB, granule_bytes=2 * MIB)
+        pages, start = pool.alloc(8), time.monotonic()
+        # There is no other thread yet.
+        self.assertIsNone(pool.alloc(1, 20))
+        self.assertLess(time.monotonic() - start, 10)
+        threading.Timer(0.2, pool.free, [pages[:1]]).start()
+        another = threading.Thread(target=pool.cached, args=(pages[7:],))
+        another.start()
+        another.join()
+        self.assertEqual(pool.alloc(2, 20), [0, 7])
+
+    def test_wait_ends_when_pages_come_free(self) -> None:
+        pool = made(8 * MIB, MIB, granule_bytes=2 * MIB)
+        pages = pool.alloc(4)
+        pool._memory.room = 2
+        with self.waiting(pool, 4) as (_thread, found):
+            pool.free(pages)
+            reached(lambda: bool(found))
+        self.assertEqual([len(it) for it in found], [4])
+
+    def test_close_ends_a_wait(self) -> None:
+        pool = made(8 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.room = 0
+        commit = pool._memory.commit
+        pool._memory.commit = lambda first, count, wait_s: time.sleep(max(0, wait_s)) or commit(first, count, wait_s)
+        refused: "list[str]" = []
+
+        def wants() -> None:
+            try:
+                pool.alloc(1, float("inf"))
+            except ValueError as error:
+                refused.append(str(error))
+
+        threads = [threading.Thread(target=wants, daemon=True) for _ in range(3)]
+        for it in threads:
+            it.start()
+        reached(lambda: len(pool._line) == 3)
+        start = time.monotonic()
+        pool.close()
+        for it in threads:
+            it.join(20)
+        self.assertLess(time.monotonic() - start, 2)
+        self.assertEqual(refused, ["the pool is closed"] * 3)
+
+    def test_key_that_was_gone_stays_gone(self) -> None:
+        pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
+        keys, found = pool.cached(pool.alloc(8)), []
+        commit = pool._memory.commit
+
+        def late(first: int, count: int, wait_s: float) -> int:
+            found.append(pool.touch(keys[:2]))
+            return commit(first, count, wait_s)
+
+        pool._memory.room = 4
+        with mock.patch.object(pool._memory, "commit", late):
+            self.assertIsNone(pool.alloc(30, 0))
+        self.assertEqual(found[0], [None, None])
+        self.assertEqual(pool.touch(keys), [None, None, *range(2, 8)])
+        self.assertEqual((pool.limits().cached, pool._unused, pool._has_cached[0]), (0, 26, 0))
+        self.assertEqual(pool._memory.words[0] & 7, kv.FREE)
+
+    def test_cached_pages_are_found_while_a_large_request_waits(self) -> None:
+        pool = made(100 * MIB, MIB, granule_bytes=2 * MIB)
+        keys = pool.cached(pool.alloc(20))
+        pool._memory.room = 10
+        with self.waiting(pool, 95):
+            self.assertEqual((pool.limits().cached, pool.touch(keys)), (20 * MIB, list(range(20))))
+
     def test_short_wait_ends_beside_a_long_one(self) -> None:
         pool, ends = made(8 * MIB, MIB, granule_bytes=2 * MIB), threading.Event()
-        with mock.patch.object(pool._memory, "commit", lambda *_: ends.wait(20) and 1):
+        with mock.patch.object(pool._memory, "commit", lambda *_: ends.wait(20) and kv._FULL):
             long = threading.Thread(target=pool.alloc, args=(1, 20), daemon=True)
             long.start()
             reached(lambda: pool._awaited[0] == 1)
@@ -481,7 +635,7 @@ class Pages(unittest.TestCase):
 
     def test_types_are_those_that_readers_know(self) -> None:
         pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
-        for dtype, (code, bits) in {"int8": (0, 8), "uint64": (1, 64), "float16": (2, 16), "float64": (2, 64), "bfloat16": (4, 16)}.items():
+        for dtype, (code, bits) in {"int8": (0, 8), "uint64": (1, 64), "float16": (2, 16), "float64": (2, 64), "bfloat16": (4, 16), **FLOAT8}.items():
             tensor = read(pool.tensor(dtype=dtype).__dlpack__()).tensor
             self.assertEqual((tensor.code, tensor.bits), (code, bits))
         for dtype in ("float8", "bfloat8", "bfloat32", "bfloat64", "int4", "uint128", "float", "16", "int016", "int٨"):
@@ -529,7 +683,7 @@ import os, signal, sys, threading, unittest.mock, warnings
 sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
 from gpumux import kv
 warnings.simplefilter("ignore")
-with unittest.mock.patch.object(kv, "_Device", side_effect=kv.PoolError("none")):
+with unittest.mock.patch.object(kv, "_Device", side_effect=kv._NoDevice("none")):
     pool = kv.Pool(4 << 20, 1 << 20)
 keys = pool.cached(pool.alloc(1))
 held, ends = threading.Event(), threading.Event()
@@ -562,10 +716,34 @@ print(pool.alloc(1), pool.touch(keys))
         memory = object.__new__(kv._Elastic)
         memory.address = 1 << 30
         with mock.patch.object(kv, "_commit", commit):
-            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0, 0.0009, 0.5):
+            for wait_s in (float("inf"), float("nan"), 1e8, -1, 0, 0.0009, 0.2):
                 memory.commit(0, 1, wait_s)
         # Without any wait the library would not ask the daemon.
-        self.assertEqual(waits, [1_000_000_000, 5, 1_000_000_000, 5, 5, 5, 500])
+        slice_ms = int(kv._SLICE_S * 1000)
+        self.assertEqual(waits, [slice_ms, 5, slice_ms, 5, 5, 5, 200])
+
+    def test_signal_interrupts_a_wait(self) -> None:
+        program = f"""
+import ctypes, os, signal, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
+from gpumux import kv
+def commit(_address, _first, _count, wait_ms):
+    # As the library does, it goes on after a signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    time.sleep(wait_ms / 1000)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    return 1
+kv._commit = commit
+memory = object.__new__(kv._Elastic)
+memory.address = 1 << 30
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    memory.commit(0, 1, float("inf"))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+        self.assertEqual(done.stdout, "interrupted\n", done.stderr)
 
     def test_wrong_sizes_are_refused(self) -> None:
         for arguments, options in (((0, 1), {}), ((MIB, 0), {}), ((MIB, MIB), {"granule_bytes": 3 * MIB})):
@@ -583,6 +761,67 @@ print(pool.alloc(1), pool.touch(keys))
                 kv.Pool((1 << 64) + MIB, MIB)
         backing.assert_not_called()
 
+    def test_pool_that_is_let_go_frees_its_memory(self) -> None:
+        order: "list[str]" = []
+        with mock.patch.object(Taken, "close", lambda _memory: order.append("freed")):
+            pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+            tensor = pool.tensor()
+            managed = read(tensor.__dlpack__())
+            with mock.patch.object(gpumux, "_serves", lambda: True):
+                self.assertTrue(pool.on_reclaim(print))
+            del pool, tensor
+            gc.collect()
+            self.assertEqual((order, len(gpumux._reclaimers)), ([], 1))
+            # An array of it keeps it.
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(ctypes.addressof(managed))
+            self.assertEqual((order, gpumux._reclaimers), (["freed"], []))
+            with made(4 * MIB, MIB, granule_bytes=2 * MIB) as pool:
+                pool.close()
+            del pool
+            self.assertEqual(order, ["freed"] * 2)
+            # A forked child has no memory to free, nor has a program whose context has ended.
+            with mock.patch.object(Taken, "gone", lambda _memory: True):
+                made(4 * MIB, MIB)
+            self.assertEqual(order, ["freed"] * 2)
+
+    def test_pool_is_not_freed_when_python_ends(self) -> None:
+        program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
+from test_kv import Taken, made
+Taken.close = lambda _memory: print("freed", flush=True)
+pool = made(2 << 20, 1 << 20)
+made(2 << 20, 1 << 20)
+"""
+        out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        self.assertEqual(out, "freed\n")
+
+    def test_pool_whose_context_has_ended_is_an_error(self) -> None:
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        pages = pool.alloc(2)
+        keys = pool.cached(pages[1:])
+        tensor = pool.tensor()
+        pool._memory.gone = lambda: True
+        for call in (
+            lambda: pool.alloc(1),
+            lambda: pool.touch(keys),
+            lambda: pool.free(pages[:1]),
+            pool.limits,
+            pool.trim,
+            tensor.__dlpack__,
+        ):
+            with self.assertRaisesRegex(kv.PoolError, "memory is gone: .*context"):
+                call()
+        with mock.patch("os.getpid", return_value=0):  # A forked child.
+            self.assertEqual((pool.alloc(1), pool.touch(keys)), (None, [None]))
+        pool.close()
+
+    def test_wait_ends_with_the_context(self) -> None:
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.commit = lambda *_: setattr(pool._memory, "gone", lambda: True) or -1
+        with self.assertRaisesRegex(kv.PoolError, "memory is gone"):
+            pool.alloc(1, 20)
+
     def test_closed_pool_of_the_host_keeps_no_memory(self) -> None:
         memory = kv._Host(4 * MIB, 2 * MIB)
         ctypes.memset(memory.address, 7, memory.size)
@@ -594,8 +833,8 @@ print(pool.alloc(1), pool.touch(keys))
         self.assertFalse(any(ctypes.string_at(memory.address, memory.size)))
 
     def test_host_without_room_is_a_pool_s_error(self) -> None:
-        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(
-            kv, "_Device", side_effect=kv.PoolError("none")
+        with mock.patch.object(kv, "_Elastic", side_effect=kv._NotElastic("none")), mock.patch.object(
+            kv, "_Device", side_effect=kv._NoDevice("none")
         ), self.assertRaisesRegex(kv.PoolError, "none.*1125899906842624 bytes"):
             kv.Pool(1 << 50, 1 << 50)
 
@@ -622,14 +861,14 @@ class Driver:
         return self.failing.get(name, 0)
 
     def cuInit(self, _flags: int) -> int:
-        return 0 if self.devices else 100
+        return self.failing.get("cuInit", 0 if self.devices else 100)
 
     def cuDeviceGetCount(self, count: Any) -> int:
         count._obj.value = self.devices
         return 0
 
     def cuGetErrorName(self, error: int, name: Any) -> int:
-        names = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE", 201: b"CUDA_ERROR_INVALID_CONTEXT"}
+        names = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 3: b"CUDA_ERROR_NOT_INITIALIZED", 100: b"CUDA_ERROR_NO_DEVICE", 201: b"CUDA_ERROR_INVALID_CONTEXT"}
         name._obj.value = names[error]
         return 0
 
@@ -705,6 +944,36 @@ class Devices(unittest.TestCase):
         self.with_driver(Driver(0))
         with self.assertRaisesRegex(kv.PoolError, r"CUDA_ERROR_NO_DEVICE \(100\)"):
             kv._Device(0, MIB, MIB)
+
+    def test_full_device_is_an_error_and_takes_no_memory(self) -> None:
+        for answer, error in ((kv._NOT_YET, "no room for one granule"), (kv._FULL, "memory limit"), (-4, "refuses")):
+            driver = self.with_driver(Driver(2))
+            with mock.patch.object(kv, "_range_new", lambda *_, answer=answer: answer), self.assertRaisesRegex(kv.PoolError, error):
+                kv.Pool(4 * MIB, MIB, device=1)
+            self.assertEqual(driver.calls, [])
+
+    def test_memory_that_is_left_to_the_driver_is_the_device_s(self) -> None:
+        self.with_driver(Driver(2))
+        with mock.patch.object(kv, "_range_new", lambda *_: -3):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                self.assertEqual(kv.Pool(4 * MIB, MIB, device=1).kind, "device")
+            self.assertRegex(str(said[0].message), "bytes of device memory.*GPUMUX_MEMORY=native")
+            with self.assertRaisesRegex(kv.PoolError, "GPUMUX_MEMORY=native"):
+                kv.Pool(4 * MIB, MIB, fallback=False)
+
+    def test_pages_of_a_device_are_not_the_host_s(self) -> None:
+        driver = self.with_driver(Driver(2))
+        for name, error, said in (("cuMemAlloc_v2", 2, "is not loaded.*OUT_OF_MEMORY"), ("cuInit", 3, "forked.*spawn")):
+            driver.failing = {name: error}
+            with mock.patch.object(kv, "_range_new", None), self.assertRaisesRegex(kv.PoolError, said):
+                kv.Pool(4 * MIB, MIB)
+        for without in (Driver(0), None):
+            loads = mock.patch.object(kv.ctypes, "CDLL", **({"return_value": without} if without else {"side_effect": OSError("no file")}))
+            with loads, warnings.catch_warnings(record=True) as given:
+                warnings.simplefilter("always")
+                self.assertEqual(kv.Pool(4 * MIB, MIB).kind, "host")
+            self.assertRegex(str(given[0].message), "bytes of host memory")
 
     def test_pool_on_another_device_changes_no_current_device(self) -> None:
         for current in (None, 0, 1):

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import subprocess
 import sys
 import unittest
 import warnings
@@ -9,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, ROOT)
 
 from gpumux import kv  # noqa: E402
 
@@ -85,7 +87,7 @@ class Pools(unittest.TestCase):
         self.assertIs(self.module.mem_pool(), self.module.mem_pool())
 
     def test_pool_without_the_library_has_pytorch_s_memory(self) -> None:
-        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no library")):
+        with mock.patch.object(kv, "_Elastic", side_effect=kv._NotElastic("no library")):
             with warnings.catch_warnings(record=True) as given:
                 warnings.simplefilter("always")
                 self.assertIsNone(self.module.mem_pool())
@@ -93,6 +95,10 @@ class Pools(unittest.TestCase):
             self.assertIn("PyTorch's own memory: no library", str(given[0].message))
             with self.assertRaisesRegex(kv.PoolError, "no library"):
                 self.module.mem_pool(fallback=False)
+
+    def test_full_device_is_an_error(self) -> None:
+        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no room")), self.assertRaisesRegex(kv.PoolError, "no room"):
+            self.module.mem_pool()
 
     def test_no_gpu_is_an_error_that_names_the_way_out(self) -> None:
         module, _torch = loaded(is_available=lambda: False)
@@ -110,6 +116,14 @@ class Pools(unittest.TestCase):
             sys.modules.pop("gpumux.torch", None)
             with self.assertRaisesRegex(ImportError, "gpumux.torch is for programs that have PyTorch"):
                 importlib.import_module("gpumux.torch")
+        for module, said in (
+            ("gpumux.vllm", "gpumux.vllm is for programs that have PyTorch and vLLM"),
+            ("gpumux.transformers", "gpumux.transformers is for programs that have PyTorch and transformers"),
+            ("gpumux.compat.kvcached", "gpumux.compat.kvcached is for programs that have PyTorch"),
+        ):
+            program = f"import sys; sys.modules['torch'] = None; sys.path.insert(0, {str(ROOT)!r}); import {module}"
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+            self.assertIn(f"ImportError: {said}: ", done.stderr)
 
 
 if __name__ == "__main__":

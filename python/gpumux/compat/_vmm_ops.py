@@ -12,7 +12,10 @@ import threading
 import time
 from typing import Any, Iterable, Sequence
 
-import torch  # kvcached has it.
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(f"gpumux.compat.kvcached is for programs that have PyTorch: {error}") from error
 
 import gpumux
 from gpumux import kv
