@@ -274,7 +274,10 @@ impl Broker {
             });
             let lacks = self.lacks(&claim, &aside);
             if self.frees_own(claim.tenant) {
-                self.await_own(&claim, &lacks, &mut aside);
+                // What others give besides is for it, too: it is the oldest of its tenant.
+                if claim.own || unserved.iter().all(|it| it.tenant != claim.tenant) {
+                    await_own(&claim, &lacks, &mut aside);
+                }
                 unserved.push(claim);
                 continue;
             }
@@ -307,16 +310,6 @@ impl Broker {
     fn frees_own(&self, id: TenantId) -> bool {
         let place = self.tenants.get(&id).map(|it| &it.place);
         matches!(place, Some(Place::Leaving(it)) if it.why == Why::Own)
-    }
-
-    /// What a tenant frees is kept for its request.
-    fn await_own(&self, claim: &Claim, lacks: &BTreeMap<String, u64>, aside: &mut Aside) {
-        for (uuid, need) in claim.needs.iter().filter(|_| claim.own) {
-            *aside.room.entry(uuid.clone()).or_default() += need;
-            if let Some(coming) = aside.coming.get_mut(uuid) {
-                *coming -= lacks.get(uuid).map_or(0, |it| *it.min(coming));
-            }
-        }
     }
 
     /// Whether a request of a tenant lacks room on one of these devices, or is too large while it has so much.
@@ -510,5 +503,15 @@ impl Broker {
         }
         pending.answer(&given, |_, _| false, out);
         true
+    }
+}
+
+/// What a tenant frees is kept for its request.
+fn await_own(claim: &Claim, lacks: &BTreeMap<String, u64>, aside: &mut Aside) {
+    for (uuid, need) in &claim.needs {
+        *aside.room.entry(uuid.clone()).or_default() += need;
+        if let Some(coming) = aside.coming.get_mut(uuid) {
+            *coming -= lacks.get(uuid).map_or(0, |it| *it.min(coming));
+        }
     }
 }

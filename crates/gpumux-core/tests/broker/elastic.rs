@@ -244,6 +244,21 @@ fn own_free_pages_serve_a_tenant_at_its_limit() {
 }
 
 #[test]
+fn own_free_pages_are_there_at_once_also_in_a_group() {
+    for in_group in [false, true] {
+        let mut world = idle_cache(100, 0);
+        if in_group {
+            world.in_group.insert(TenantId(1));
+        }
+        world.ask(ProcessId(11), 1, 5 * GIB);
+        world.ask(ProcessId(1), 2, 60 * GIB);
+        world.run_for(Micros::from_millis(250));
+        assert_eq!(world.grants.get(&(ProcessId(11), 1)), Some(&(5 * GIB)));
+        assert_eq!(world.grants.get(&(ProcessId(1), 2)), Some(&(60 * GIB)));
+    }
+}
+
+#[test]
 fn own_pages_go_before_memory_of_others_moves() {
     let mut world = World::new(110 * GIB);
     world.tenant(1, Class::Standard, 0);
@@ -264,6 +279,29 @@ fn own_pages_go_before_memory_of_others_moves() {
     assert_eq!(dropped, 40 * GIB, "all of its own");
     let moved: u64 = world.moves.iter().filter(|it| it.2).map(|it| it.3).sum();
     assert!((15..20).contains(&(moved / GIB)), "{moved}");
+}
+
+/// Its gates close late, and what another tenant gives is there before.
+#[test]
+fn memory_of_others_is_kept_for_a_request_while_its_tenant_frees_the_rest() {
+    let mut world = World::new(110 * GIB);
+    for (tenant, gib) in [(1, 50), (2, 10), (4, 40)] {
+        world.tenant(tenant, Class::Standard, 0);
+        assert_eq!(world.allocate(tenant, gib * GIB), gib * GIB);
+    }
+    world.in_group.insert(TenantId(4));
+    world.offer(1, 10 * GIB, 0);
+    world.run_for(Micros::from_secs(10));
+    world.set_busy(1, true);
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Slow(S);
+    world.ask(ProcessId(1), 1, 26 * GIB);
+    world.run_for(Micros::from_millis(300));
+    assert_eq!(world.moves.len(), 1, "{:?}", world.moves);
+    world.tenant(3, Class::Standard, 0);
+    world.ask(ProcessId(3), 1, 5 * GIB);
+    world.run_for(S);
+    assert_eq!(world.grants.get(&(ProcessId(1), 1)), Some(&(26 * GIB)));
+    assert_eq!(world.grants.get(&(ProcessId(3), 1)), None);
 }
 
 #[test]
@@ -339,7 +377,7 @@ fn program_that_gives_pages_is_asked_each_time_and_one_that_gives_none_is_not() 
     }
 }
 
-/// Each of them is asked, whoever was asked before.
+/// Each of them is asked, also soon after another.
 #[test]
 fn program_is_asked_although_another_was_asked_lately() {
     let mut world = World::new(110 * GIB);
