@@ -105,8 +105,8 @@ const RECLAIM_PAUSE: Micros = Micros::from_secs(5);
 const DROP: Micros = Micros::from_secs(5);
 /// How long freeing memory that needs no copy may take before its tenant counts as stuck.
 const TAKE: Micros = HEDGE;
-/// A program that is refused at once may use what it has itself, and knows best of what. After so long its tenant's free and cached memory is taken for
-/// its request, and the gates may take so long to close.
+/// After how long a tenant's own free and cached memory is taken for its request: a program that is refused at once may use it itself, and knows
+/// best which. And how long the gates may take to close for that.
 const OWN: (Micros, Micros) = (Micros::from_millis(30), Micros::from_secs(5));
 /// Shortest and longest time for which a victim that failed is left alone.
 pub const BACKOFF: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(60));
