@@ -79,10 +79,10 @@ typedef uint64_t (*gpumux_reclaim)(int device, uint64_t missing, void *user);
 
 /*
  * Has `function` called, with `user`, when others need memory on a device of which the program has some: before anything of the
- * program's is moved. It is called in a thread of its own, once at a time and rarely, and may free memory as the program
- * does. No caller waits for it longer than a second. Null instead of a function: none is called any more; the call waits until
- * none runs, at most two seconds. Returns 0, or -1 where that is impossible: in a forked child, with more than 64 functions, when
- * one still runs.
+ * program's is moved. It is called in a thread of its own, once at a time, and may free memory as the program
+ * does. No caller waits for it longer than a second. Where nothing was freed it is not called again for 5 s. Null instead of a
+ * function: none is called any more; the call waits until none runs, at most two seconds. Returns 0, or -1 where that is impossible: in
+ * a forked child, with more than 64 functions, when one still runs.
  */
 int gpumux_on_reclaim(gpumux_reclaim function, void *user) __attribute__((weak));
 
@@ -107,8 +107,8 @@ struct gpumux_range {
     uint64_t bytes;
     uint64_t granule;      /* bytes of a granule */
     uint64_t granules;     /* their number */
-    uint64_t target;       /* bytes of memory that the range should keep: less than `bytes` while others lack room */
-    uint64_t taken;        /* how many granules without a use others have taken */
+    uint64_t target;       /* bytes of memory that the range should keep: less than `bytes` for 10 s after others lacked room, or a commit was refused */
+    uint64_t taken;        /* how many granules without a use others have taken, or other requests of the tenant */
     uint64_t taken_cached; /* those of them that were a cache */
     uint64_t moved;        /* how often a granule in use was moved to the host */
     uint32_t words[];      /* of each granule: its state, and above that how often it has lost its memory */

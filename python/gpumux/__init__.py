@@ -94,7 +94,8 @@ def advise(address: int, size: int, advice: int) -> int:
 
 def on_reclaim(function: Callable[[int, int], int]) -> bool:
     """Has `function(device, missing)` called, in a thread of its own, when others need memory on a device: it frees what
-    the program can do without and returns how many bytes that was. Returns whether that is possible.
+    the program can do without and returns how many bytes that was. Where no function freed any, none is called again for 5 s. Returns whether
+    that is possible.
     """
     if not callable(function):
         raise TypeError(f"on_reclaim takes a function, not {function!r}")

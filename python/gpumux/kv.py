@@ -97,7 +97,7 @@ class Limits:
     bytes_max: int
     """All pages."""
     target: int
-    """So much it should keep: less than `bytes_max` while others lack room."""
+    """So much it should keep: less than `bytes_max` for 10 s after others lacked room, or a request for pages was refused."""
     committed: int
     """Memory that is behind its pages."""
     in_use: int
@@ -105,7 +105,7 @@ class Limits:
     cached: int
     """Pages that are a cache, some of which may be gone."""
     taken: int
-    """How many granules without a page in use others have taken since it was made."""
+    """How many granules without a page in use were taken since it was made, for others or for other requests of the tenant."""
     taken_cached: int
     """Those of them that were a cache."""
     moved: int
@@ -562,7 +562,7 @@ class Pool:
             cached = len(self._cache)
             return Limits(
                 bytes_max=self.pages * self.page_bytes,
-                target=self._memory.target(),
+                target=min(int(self._memory.target()), self.pages * self.page_bytes),
                 committed=self._memory.committed(),
                 in_use=(self.pages - self._unused - cached) * self.page_bytes,
                 cached=cached * self.page_bytes,
@@ -571,7 +571,7 @@ class Pool:
 
     def on_reclaim(self, function: Callable[[int], object]) -> bool:
         """Has `function(missing)` called, in a thread of its own, when others lack so many bytes on the device, before pages in use are
-        moved: it frees pages. Returns whether that is possible."""
+        moved: it frees pages. Where no function of the process freed any, none is called again for 5 s. Returns whether that is possible."""
 
         if not callable(function):
             raise TypeError(f"on_reclaim takes a function, not {function!r}")

@@ -157,6 +157,75 @@ fn free_pages_go_back_and_forth_between_two_pools() {
     }
 }
 
+/// A tenant alone on a device of 320 MiB, whose pool has 190 MiB that it does not need.
+fn idle_pool(options: &str) -> Option<(Node, Tenant)> {
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return None;
+    }
+    let node = Node::with(Options {
+        memory: 320 << 20,
+        ..Options::default()
+    });
+    let mut engine = Tenant::start(&node, &format!("--name engine {options}"))?;
+    engine.runs("pool.free(get(190))");
+    Some((node, engine))
+}
+
+/// Allocates as PyTorch does for activations, and keeps Python's lock meanwhile.
+const ALLOCATE: &str = r#"
+def allocate(mib):
+    at, began = ctypes.c_uint64(), time.monotonic()
+    error = ctypes.PyDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(mib * MIB))
+    assert error == 0, error
+    assert time.monotonic() - began < 10
+    return at
+"#;
+
+#[test]
+fn free_pages_serve_other_requests_of_their_process() {
+    let Some((node, mut engine)) = idle_pool("") else {
+        return;
+    };
+    engine.runs(&format!("exec({ALLOCATE:?})"));
+    engine.runs("kept = get(20); at = allocate(200); verify(kept)");
+    engine.runs("it = pool.limits(); assert it.taken > 0 == it.moved, it");
+    // What it has goes to nothing that cannot be had.
+    engine.runs("assert pool.alloc(150, wait_s=0.5) is None");
+    engine.runs("assert pool.limits().committed == it.committed >= 40 * MIB, (it, pool.limits())");
+    engine.runs("call('cuMemFree_v2', at); pool.free(kept); keys = pool.cached(get(190))");
+    engine.runs("other = gpumux.kv.Pool(200 * MIB, MIB, granule_bytes=2 * MIB, fallback=False)");
+    engine
+        .runs("assert other.alloc(200, wait_s=10); it = pool.limits(); assert it.taken_cached, it");
+    assert_eq!(copied(&node, "engine"), 0);
+}
+
+#[test]
+fn free_pages_serve_other_processes_of_their_tenant() {
+    let Some((node, mut engine)) = idle_pool("") else {
+        return;
+    };
+    engine.runs("import subprocess; words = open('/proc/self/cmdline').read().split(chr(0))[:-1]");
+    engine.runs(
+        "child = subprocess.Popen(words, stdin=-1, stdout=-1, text=True); child.stdout.readline()",
+    );
+    engine.runs("print('pages = get(180); verify(pages)', file=child.stdin, flush=True)");
+    engine.runs("assert child.stdout.readline() == 'done' + chr(10)");
+    engine.runs("it = pool.limits(); assert it.taken > 0, it");
+    engine.runs("child.stdin.close(); child.wait()");
+    assert_eq!(copied(&node, "engine"), 0);
+}
+
+#[test]
+fn free_pages_serve_a_tenant_at_its_limit() {
+    let Some((node, mut engine)) = idle_pool("--memory-limit 210MiB") else {
+        return;
+    };
+    engine.runs(&format!("exec({ALLOCATE:?})"));
+    engine.runs("at = allocate(120); assert pool.limits().taken > 0");
+    assert_eq!(copied(&node, "engine"), 0);
+}
+
 #[test]
 fn engine_blocks_stay_right_while_granules_are_taken() {
     let Some((node, mut owner, mut engine)) = two("") else {
@@ -217,6 +286,29 @@ fn borrower_that_holds_python_s_lock_gives_pages_in_use() {
     // While it lives, what it is guaranteed is lent only after a turn, and a turn is as long as moves here are slow.
     drop(owner);
     borrower.wait();
+}
+
+#[test]
+fn target_is_low_after_pages_in_use_have_moved() {
+    let Some((_node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs("pages = get(150); other = gpumux.kv.Pool(3 * MIB, MIB, granule_bytes=2 * MIB)");
+    borrower.runs("it = other.limits(); assert it.target == it.bytes_max == 3 * MIB, it");
+    owner.runs("pages = get(190); verify(pages)");
+    borrower.runs("it = pool.limits(); assert it.moved > 0 and it.target < 150 * MIB, it");
+}
+
+#[test]
+fn target_is_low_while_requests_are_refused() {
+    let Some((_node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    owner.runs("pages = get(190); begin_work(pages)");
+    borrower.runs("kept = get(20); end = time.monotonic() + 12");
+    let refused = "assert pool.alloc(150, wait_s=0.2) is None; it = pool.limits()";
+    let step = format!("{refused}; assert it.target < 100 * MIB, it; time.sleep(0.5)");
+    borrower.runs(&format!("while time.monotonic() < end: {step}"));
 }
 
 #[test]

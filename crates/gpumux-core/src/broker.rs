@@ -29,7 +29,8 @@
 //! Of elastic ranges, processes report what has no contents (*free*) and what is a cache (*cached*). If that suffices for a claim, it is
 //! taken instead of moving anything: free memory above its holder's guarantee from everyone, caches where the claim is within its
 //! guarantee or the holder would be moved. The tenant is frozen meanwhile, so that no kernel meets an address that is being
-//! mapped anew, and goes on at once. A move frees such memory first, too.
+//! mapped anew, and goes on at once. A move frees such memory first, too. A tenant's own is taken for its requests in the same way, also where
+//! they would exceed its limit or the device else, and before memory of others moves.
 //!
 //! # Thrash control
 //! A tenant with work keeps its memory for at least [`turn`]: moving takes at most a twentieth of the time, and tenants
@@ -97,13 +98,16 @@ const HOST_FULL: Micros = Micros::from_secs(1);
 /// a tenth of that.
 const FEW: u64 = 64;
 const LOOK_EACH: Micros = Micros(10);
-/// How long a program may take to give caches back, and how long it is not asked again.
+/// How long a program may take to give caches back, and how long it is not asked again for the same claim, or for any if it gave nothing.
 const RECLAIM: Micros = Micros::from_secs(1);
 const RECLAIM_PAUSE: Micros = Micros::from_secs(5);
 /// How long a request to sleep waits for others to let go of host memory.
 const DROP: Micros = Micros::from_secs(5);
 /// How long freeing memory that needs no copy may take before its tenant counts as stuck.
 const TAKE: Micros = HEDGE;
+/// After how long a tenant's own free and cached memory is taken for its request: a program that is refused at once may use it itself, and knows
+/// best which. And how long the gates may take to close for that.
+const OWN: (Micros, Micros) = (Micros::from_millis(30), Micros::from_secs(5));
 /// Shortest and longest time for which a victim that failed is left alone.
 pub const BACKOFF: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(60));
 /// How long a tenant must have been idle at least to count as idle.
@@ -192,6 +196,8 @@ struct Process {
     /// Its program gives caches back, and when it was last asked to.
     reclaims: bool,
     reclaimed: Option<Micros>,
+    /// It gave some then.
+    gave: bool,
     /// When it was last asked to let go of host memory.
     dropped: Option<Micros>,
     /// The last [`Order::Trim`] while it has not answered that, and since when it has not answered.
@@ -407,6 +413,7 @@ impl Broker {
                     kept: 0,
                     reclaims: false,
                     reclaimed: None,
+                    gave: false,
                     dropped: None,
                     trim: None,
                 };
@@ -739,6 +746,13 @@ impl Broker {
         }
         if !self.asks.is_empty() {
             at(now + LOOK);
+        }
+        let young = (self.asks.iter()).filter(|(_, it)| now < it.since + OWN.0);
+        for ((tenant, _), pending) in young {
+            let mut devices = pending.parts.iter().map(|(_, ask)| &ask.device);
+            if devices.any(|uuid| self.accounting.all_droppable(*tenant, uuid) > 0) {
+                at(pending.since + OWN.0);
+            }
         }
         match self.unsettled {
             true => Some(self.looked + self.pause()),

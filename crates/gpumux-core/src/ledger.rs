@@ -280,6 +280,17 @@ impl Ledger {
         if need > below_limit {
             return Err(Denied::Limit { limit, held });
         }
+        let (has, most) = self.reach(tenant, kind);
+        let asked = has.saturating_add(need);
+        match asked > most {
+            true => Err(Denied::Never { asked, most }),
+            false => Ok(below_limit.min(most - has)),
+        }
+    }
+
+    /// What a tenant has of a kind, and could have at most.
+    fn reach(&self, tenant: TenantId, kind: Kind) -> (u64, u64) {
+        let entry = self.entry(tenant);
         let (has, others) = match kind {
             Kind::Movable => (
                 entry.holding.resident(),
@@ -288,11 +299,18 @@ impl Ledger {
             ),
             Kind::Pinned => (entry.holding.pinned, self.entitled(tenant)),
         };
-        let most = self.usable().saturating_sub(others);
-        let asked = has.saturating_add(need);
-        match asked > most {
-            true => Err(Denied::Never { asked, most }),
-            false => Ok(below_limit.min(most - has)),
+        (has, self.usable().saturating_sub(others))
+    }
+
+    /// How much less movable memory a tenant must have before it could have so much more; `u64::MAX`: that would not help.
+    pub fn excess(&self, tenant: TenantId, need: u64, kind: Kind) -> u64 {
+        let Entry { share, holding } = self.entry(tenant);
+        let over = (holding.all().saturating_add(need)).saturating_sub(share.limit);
+        let (has, most) = self.reach(tenant, kind);
+        let above = has.saturating_add(need).saturating_sub(most);
+        match kind {
+            Kind::Pinned if above > 0 => u64::MAX,
+            Kind::Movable | Kind::Pinned => over.max(above),
         }
     }
 

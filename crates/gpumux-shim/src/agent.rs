@@ -37,7 +37,7 @@ use crate::{
         ranks,
         wait::wait,
     },
-    memory::{allocate, elastic, ipc, keep, pools, reclaim, space},
+    memory::{allocate, elastic, ipc, keep, pools, reclaim, reports, space},
     mover::MoverThread,
     process::{Agent, Picture, Process},
     rescue::Rescue,
@@ -398,6 +398,7 @@ impl Session {
                     Ok(Some((Daemon::Trim, _))) => allocate::trim(),
                     Ok(Some((Daemon::GiveBack { op }, _))) => {
                         allocate::trim();
+                        space::report();
                         lease::tell(Shim::Moved { op });
                     }
                     Ok(Some((Daemon::HostMemory { location, scrub }, _))) => {
@@ -633,7 +634,7 @@ fn introduce(keeps: Shim) {
         lease::tell(Shim::Reclaims);
     }
     unlisted::message().into_iter().for_each(lease::tell);
-    elastic::forget_told();
+    reports::forget_told();
 }
 
 /// Hands on the files that the process's memory lives with, if it shares this compute group: the daemon holds them for a while

@@ -475,24 +475,26 @@ impl Accounting {
     /// Why a request could never be granted as things are, however much were moved away; none if it could.
     pub(super) fn could_ask(&self, parts: &[(ProcessId, Ask)]) -> Option<Denied> {
         let tenant = self.tenant_of(parts.first()?.0)?;
-        // By device: all, and what of that is pinned.
-        let mut sums: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
-        for (_, ask) in parts {
-            let (all, pinned) = sums.entry(&ask.device).or_default();
-            *all = all.saturating_add(ask.need);
-            if ask.kind == Kind::Pinned {
-                *pinned = pinned.saturating_add(ask.need);
-            }
-        }
-        sums.into_iter().find_map(|(uuid, (all, pinned))| {
+        sums(parts).into_iter().find_map(|(uuid, kinds)| {
             let ledger = &self.devices.get(uuid)?.ledger;
-            let could = |need, kind| ledger.could_ask(tenant, need, kind).err();
-            // What is pinned leaves less to what is movable.
-            let movable = || could(all, Kind::Movable).filter(|_| all > pinned);
-            could(pinned, Kind::Pinned)
-                .filter(|_| pinned > 0)
-                .or_else(movable)
+            let mut kinds = kinds.into_iter();
+            kinds.find_map(|(need, kind)| ledger.could_ask(tenant, need, kind).err())
         })
+    }
+
+    /// By device, how much less movable memory the tenant must have before a request could be granted; `u64::MAX`: that would not help.
+    pub(super) fn excess(&self, parts: &[(ProcessId, Ask)]) -> BTreeMap<String, u64> {
+        let Some(tenant) = parts.first().and_then(|it| self.tenant_of(it.0)) else {
+            return BTreeMap::new();
+        };
+        let excess = |(uuid, kinds): (&str, Vec<(u64, Kind)>)| {
+            let ledger = &self.devices.get(uuid)?.ledger;
+            let all = kinds.into_iter();
+            let all = all.map(|(need, kind)| ledger.excess(tenant, need, kind));
+            let most = all.max().filter(|it| *it > 0)?;
+            Some((uuid.to_owned(), most))
+        };
+        sums(parts).into_iter().filter_map(excess).collect()
     }
 
     /// A process reports all that it has. What its first report holds beyond what it was granted was there before.
@@ -673,6 +675,20 @@ impl Accounting {
         all.collect()
     }
 
+    /// The same of all of them together.
+    pub(super) fn own_droppable(&self, tenant: TenantId, uuid: &str) -> Droppable {
+        let all = self.droppables(tenant, uuid);
+        Droppable {
+            free: all.iter().map(|(_, it)| it.free).sum(),
+            cached: all.iter().map(|(_, it)| it.cached).sum(),
+        }
+    }
+
+    pub(super) fn all_droppable(&self, tenant: TenantId, uuid: &str) -> u64 {
+        let Droppable { free, cached } = self.own_droppable(tenant, uuid);
+        free + cached
+    }
+
     /// What a process has on a device.
     pub(super) fn holding(&self, process: ProcessId, uuid: &str) -> Holding {
         let member = self.members.get(&process);
@@ -709,6 +725,26 @@ impl Accounting {
 fn allows(confined: &BTreeMap<TenantId, BTreeSet<String>>, tenant: TenantId, uuid: &str) -> bool {
     let devices = confined.get(&tenant);
     devices.is_none_or(|devices| devices.contains(uuid))
+}
+
+/// By device: what parts need of each kind together, where what is pinned leaves less to what is movable.
+fn sums(parts: &[(ProcessId, Ask)]) -> BTreeMap<&str, Vec<(u64, Kind)>> {
+    let mut sums: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
+    for (_, ask) in parts {
+        let (all, pinned) = sums.entry(&ask.device).or_default();
+        *all = all.saturating_add(ask.need);
+        if ask.kind == Kind::Pinned {
+            *pinned = pinned.saturating_add(ask.need);
+        }
+    }
+    let kinds = |(all, pinned)| {
+        let pinned_part = Some((pinned, Kind::Pinned)).filter(|_| pinned > 0);
+        let rest = Some((all, Kind::Movable)).filter(|_| all > pinned);
+        pinned_part.into_iter().chain(rest).collect()
+    };
+    (sums.into_iter())
+        .map(|(uuid, sums)| (uuid, kinds(sums)))
+        .collect()
 }
 
 /// Guarantees it, or as much as was guaranteed before, and sets the limit in any case.

@@ -6,7 +6,7 @@ use super::{
     Broker, Command, LOOK, MemoryPolicy, Micros, PATIENCE, PATIENCE_FOR_TURNS, Place, TRIM,
     TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
     messages::Ask,
-    model::{Age, Mutation, ProcessId, Round, Step},
+    model::{Age, Mutation, ProcessId, Round, Step, Why},
     request::{AskKey, MAX_ASKS, MAX_PARTS, MEET, Pending},
     turn,
 };
@@ -35,13 +35,15 @@ pub(super) struct Claim {
     pub(super) entitled: bool,
     /// Others are moved for it.
     pub(super) takes: bool,
+    /// Its tenant frees what it lacks.
+    pub(super) own: bool,
 }
 
 impl Claim {
-    /// Claims are served in this order: within a guarantee first, then by age, where a lower class counts as younger, so that
-    /// every claim becomes the oldest at last.
-    fn rank(&self) -> (Age, TenantId, Option<AskKey>) {
-        (self.age(), self.tenant, self.ask)
+    /// Claims are served in this order: what a tenant frees of its own is for itself; then those within a guarantee, then by age, where a lower
+    /// class counts as younger, so that every claim becomes the oldest at last.
+    fn rank(&self) -> (bool, Age, TenantId, Option<AskKey>) {
+        (!self.own, self.age(), self.tenant, self.ask)
     }
 
     pub(super) fn age(&self) -> Age {
@@ -133,6 +135,7 @@ impl Broker {
             tickets: vec![ticket],
             since,
             trimmed: false,
+            own: false,
         };
         if pending.lacks_parts() {
             // The others have this long, also after a connection was lost.
@@ -168,6 +171,7 @@ impl Broker {
                     since,
                     class: tenant.terms.class,
                     takes: true,
+                    own: false,
                 });
             }
         }
@@ -175,6 +179,7 @@ impl Broker {
             // A process that makes host memory still runs: it gets what is free.
             let leaving = match &tenant.place {
                 Place::Home => None,
+                Place::Leaving(leaving) if leaving.why == Why::Own => None,
                 Place::Leaving(leaving) if leaving.step == Step::Quiesce => Some(&leaving.round),
                 _ => continue,
             };
@@ -200,6 +205,7 @@ impl Broker {
                     since: pending.since,
                     class: tenant.terms.class,
                     takes: leaving.is_none() && tenant.terms.policy == MemoryPolicy::SwapOthers,
+                    own: pending.own,
                 });
             }
         }
@@ -267,12 +273,24 @@ impl Broker {
                     .any(|uuid| claim.needs.contains_key(uuid))
             });
             let lacks = self.lacks(&claim, &aside);
+            if self.frees_own(claim.tenant) {
+                // What others give besides is for it, too: it is the oldest of its tenant.
+                if claim.own || unserved.iter().all(|it| it.tenant != claim.tenant) {
+                    await_own(&claim, &lacks, &mut aside);
+                }
+                unserved.push(claim);
+                continue;
+            }
             let done = match claim.ask {
                 Some(key) => self.serve_ask(now, &claim, key, (lacks.is_empty(), passes), out),
                 None => lacks.is_empty() && self.serve_return(now, &claim, passes, out),
             };
             if done {
                 continue;
+            }
+            if claim.own {
+                // What its tenant freed does not do: it is a claim as any other.
+                self.end_own(claim.tenant);
             }
             // An older claim that cannot be served now keeps nothing from this one.
             if self.collect(now, &claim, &lacks, &first, &mut aside, out) {
@@ -288,8 +306,46 @@ impl Broker {
         }
     }
 
+    /// Whether a tenant frees memory for requests of its own.
+    fn frees_own(&self, id: TenantId) -> bool {
+        let place = self.tenants.get(&id).map(|it| &it.place);
+        matches!(place, Some(Place::Leaving(it)) if it.why == Why::Own)
+    }
+
+    /// Whether a request of a tenant lacks room on one of these devices, or is too large while it has so much.
+    pub(super) fn needs_own<'a>(
+        &self,
+        id: TenantId,
+        mut devices: impl Iterator<Item = &'a String>,
+    ) -> bool {
+        let (nothing, claims) = (Aside::default(), self.claims());
+        let own = || claims.iter().filter(|it| it.tenant == id);
+        devices.any(|uuid| {
+            own().any(|it| {
+                self.lacks(it, &nothing).contains_key(uuid) || self.excess(it).contains_key(uuid)
+            })
+        })
+    }
+
+    /// By device, how much less a tenant must have before its request could be granted.
+    pub(super) fn excess(&self, claim: &Claim) -> BTreeMap<String, u64> {
+        let pending = claim.ask.and_then(|key| self.asks.get(&key));
+        pending.map_or_else(BTreeMap::new, |it| self.accounting.excess(&it.parts))
+    }
+
+    /// Why a request could never be granted, also with what its tenant can free of its own; none if it could.
+    fn could_ask(&self, now: Micros, claim: &Claim, pending: &Pending) -> Option<Denied> {
+        let can = self.tenants.get(&claim.tenant);
+        let can = can.is_some_and(|it| now >= it.not_before);
+        let frees = |(uuid, excess): (&String, &u64)| {
+            can && *excess <= self.accounting.all_droppable(claim.tenant, uuid)
+        };
+        let denied = self.accounting.could_ask(&pending.parts);
+        denied.filter(|_| !self.excess(claim).iter().all(frees))
+    }
+
     /// What of a claim's needs is neither free nor set aside for others.
-    fn lacks(&self, claim: &Claim, aside: &Aside) -> BTreeMap<String, u64> {
+    pub(super) fn lacks(&self, claim: &Claim, aside: &Aside) -> BTreeMap<String, u64> {
         let lack = |(uuid, need): (&String, &u64)| {
             let free = self
                 .accounting
@@ -399,8 +455,14 @@ impl Broker {
         };
         let answer = match fits && pending.parts.iter().all(&mut may_grow) {
             true => self.accounting.ask(&pending.parts),
-            false => Err(self.accounting.could_ask(&pending.parts).unwrap_or(full)),
+            false => Err(full),
         };
+        let answer = answer.map_err(|error| {
+            self.could_ask(now, claim, &pending).unwrap_or(match error {
+                Denied::Full { .. } => error,
+                _ => full,
+            })
+        });
         let full = matches!(answer, Err(Denied::Full { .. }));
         let given = match answer {
             Ok(given) => given,
@@ -420,6 +482,7 @@ impl Broker {
                 };
                 let mut devices = claim.needs.keys();
                 let awaits = devices.any(|uuid| self.is_trimming(now, uuid, of, time));
+                let awaits = awaits || full && self.serves_own(now, claim);
                 if awaits || (full && now < pending.since + patience) {
                     return false;
                 }
@@ -440,5 +503,15 @@ impl Broker {
         }
         pending.answer(&given, |_, _| false, out);
         true
+    }
+}
+
+/// What a tenant frees is kept for its request.
+fn await_own(claim: &Claim, lacks: &BTreeMap<String, u64>, aside: &mut Aside) {
+    for (uuid, need) in &claim.needs {
+        *aside.room.entry(uuid.clone()).or_default() += need;
+        if let Some(coming) = aside.coming.get_mut(uuid) {
+            *coming -= lacks.get(uuid).map_or(0, |it| *it.min(coming));
+        }
     }
 }

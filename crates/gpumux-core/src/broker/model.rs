@@ -48,6 +48,8 @@ pub(super) enum Why {
     Idle,
     /// Others lack room, and memory is freed that needs no copy: nothing goes to the host.
     Drop,
+    /// The same for a request of its own.
+    Own,
 }
 
 /// The gates of a tenant that is to be quiet.

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     Broker, CLOSED, Command, DRAIN, DRAINS, DROP, FREEZE, HEDGE, HOST_PIECE, MOVE, Micros,
-    MoveError, OPEN, Order, PATIENCE_FOR_TURNS, Place, QUIET, QUIET_PER_GIB, RECLAIM_PAUSE, Reply,
-    TAKE, TRIM_PAUSE, Tenant, TenantId,
+    MoveError, OPEN, OWN, Order, PATIENCE_FOR_TURNS, Place, QUIET, QUIET_PER_GIB, RECLAIM_PAUSE,
+    Reply, TAKE, TRIM_PAUSE, Tenant, TenantId,
     model::{Gates, Leaving, Mutation, ProcessId, Round, Step, Why},
     no_process,
 };
@@ -232,6 +232,7 @@ impl Broker {
         id: TenantId,
         uuid: &str,
         bytes: u64,
+        why: Why,
         out: &mut Vec<Command>,
     ) {
         let mut left = bytes;
@@ -249,7 +250,7 @@ impl Broker {
             round: Round {
                 op: self.next_op(),
                 began: now,
-                deadline: now + QUIET,
+                deadline: now + if why == Why::Own { OWN.1 } else { QUIET },
                 waiting: orders.keys().copied().collect(),
                 refused: None,
                 late: false,
@@ -265,7 +266,7 @@ impl Broker {
             more: false,
             asked: false,
             report: Some(now + HEDGE),
-            why: Why::Drop,
+            why,
         };
         leaving.give_orders(out);
         if let Some(tenant) = self.tenants.get_mut(&id) {
@@ -294,8 +295,15 @@ impl Broker {
         if let Some(tenant) = self.tenants.get_mut(&id).filter(|_| short) {
             // The program has taken it into use, or its report is wrong.
             tenant.take_not_before = now + RECLAIM_PAUSE;
+            self.end_own(id);
         }
         self.undo(id, out);
+    }
+
+    /// What a tenant has of its own does not come for its requests.
+    pub(super) fn end_own(&mut self, id: TenantId) {
+        let asks = self.asks.range_mut((id, 0)..=(id, u64::MAX));
+        asks.for_each(|(_, it)| it.own = false);
     }
 
     /// What a tenant has on a device that can be moved.
@@ -362,7 +370,10 @@ impl Broker {
             it.trim = (it.trim.filter(|(last, _)| *last != op)).map(|(last, _)| (last, now));
         }
         // A program may take its time, over sessions: another daemon may have named its order like one of these.
-        if let Reply::Freed(_) = reply {
+        if let Reply::Freed(bytes) = reply {
+            if let Some(it) = self.processes.get_mut(&process) {
+                it.gave = bytes > 0;
+            }
             return;
         }
         let Some(id) = self.accounting.tenant_of(process) else {
@@ -437,9 +448,10 @@ impl Broker {
                     || (leaving.step == Step::Quiesce && leaving.round.refused.is_some()) =>
             {
                 let asked = leaving.is_asked_for();
+                let own = leaving.why == Why::Own;
                 let needed = asked || self.mutation == Some(Mutation::OutliveAsker) || {
                     let parts = leaving.parts.clone();
-                    self.is_needed(id, parts.keys())
+                    self.is_needed(id, parts.keys()) || own && self.needs_own(id, parts.keys())
                 };
                 let Some(tenant) = self.tenants.get_mut(&id) else {
                     return;
@@ -477,6 +489,7 @@ impl Broker {
     /// A move to the host has failed of which nothing has moved yet.
     fn give_up(&mut self, now: Micros, id: TenantId, why: MoveError, out: &mut Vec<Command>) {
         self.undo(id, out);
+        self.end_own(id);
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
@@ -903,7 +916,7 @@ impl Leaving {
 
     /// Nothing goes to the host.
     pub(super) fn drops(&self) -> bool {
-        self.why == Why::Drop
+        matches!(self.why, Why::Drop | Why::Own)
     }
 
     /// It frees memory of another device without a copy, and is not late with that.

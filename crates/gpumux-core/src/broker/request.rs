@@ -28,6 +28,8 @@ pub(super) struct Pending {
     pub(super) since: Micros,
     /// Leases that are not used were asked back for it.
     pub(super) trimmed: bool,
+    /// Its tenant frees of its own what it lacks: that is for it, also while others wait longer.
+    pub(super) own: bool,
 }
 
 impl Pending {

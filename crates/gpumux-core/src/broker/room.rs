@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Activity, Broker, Command, Micros, Order, Place, RECLAIM, RECLAIM_PAUSE, TRIM_HEDGE,
-    TRIM_PAUSE, Tenant, TenantId,
+    Activity, Broker, Command, Droppable, Micros, OWN, Order, Place, RECLAIM, RECLAIM_PAUSE,
+    TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
     claims::{Aside, CLASS_TURNS, Claim},
     model::{Mutation, ProcessId, Why},
     request::Pending,
@@ -48,6 +48,13 @@ struct Making {
     lacks: bool,
 }
 
+impl Making {
+    /// What the tenant itself frees is all that is to be waited for.
+    fn serves_own(&self, tenant: TenantId) -> bool {
+        self.freed.contains_key(&tenant) && self.moves.is_empty() && self.reclaims.is_empty()
+    }
+}
+
 impl Broker {
     /// Has room made for a claim, if others can give what it lacks, and sets that aside for it. Whether they can.
     pub(super) fn collect(
@@ -59,14 +66,16 @@ impl Broker {
         aside: &mut Aside,
         out: &mut Vec<Command>,
     ) -> bool {
-        if !claim.takes {
+        // Others move only for those that may have that; its own every request may have.
+        if !(claim.takes || claim.ask.is_some()) {
             return false;
         }
         // The driver had less room than is accounted for.
         let tenant = self.tenants.get(&claim.tenant);
         let extra = tenant.map_or(0, |it| u64::from(it.back_failures.min(8)));
         let mut making = self.making(now, claim, (lacks, extra), first, &aside.coming);
-        let mut collecting = (extra > 0 || !lacks.is_empty()) && !making.lacks;
+        let serves_own = making.serves_own(claim.tenant);
+        let mut collecting = (extra > 0 || !lacks.is_empty() || serves_own) && !making.lacks;
         if collecting && let Err(full) = self.reserve_host(&making.moves) {
             self.host_is_full(now, claim, &making.moves, full, out);
             if !self.has(Mutation::MoveInVain) {
@@ -88,7 +97,11 @@ impl Broker {
             }
         }
         if collecting {
-            self.make(now, making, out);
+            let own = claim.ask.filter(|_| serves_own);
+            if let Some(pending) = own.and_then(|key| self.asks.get_mut(&key)) {
+                pending.own = true;
+            }
+            self.make(now, claim.tenant, making, out);
             for (uuid, need) in &claim.needs {
                 if !self.has(Mutation::RoomForYounger) {
                     *aside.room.entry(uuid.clone()).or_default() += need;
@@ -97,7 +110,7 @@ impl Broker {
         }
         // What is granted and not used cannot be moved.
         let lately = self.trimmed.is_some_and(|at| now < at + TRIM_PAUSE);
-        if !lately && !collecting {
+        if claim.takes && !lately && !collecting {
             self.trim(now, None, out);
         }
         collecting
@@ -115,6 +128,7 @@ impl Broker {
         let mut making = Making::default();
         let mut trimming = false;
         let pending = claim.ask.and_then(|key| self.asks.get(&key));
+        let excess = self.excess(claim);
         for uuid in claim.needs.keys() {
             let piece = self.accounting.capacity(uuid) / EXTRA;
             let lack = lacks.get(uuid).copied().unwrap_or(0) + extra * piece;
@@ -123,7 +137,8 @@ impl Broker {
             if comes > 0 {
                 making.coming.insert(uuid.clone(), comes);
             }
-            if missing == 0 {
+            let excess = excess.get(uuid).copied().unwrap_or(0);
+            if missing.max(excess) == 0 {
                 continue;
             }
             // Leases that are not used come first, then caches.
@@ -132,15 +147,42 @@ impl Broker {
                 trimming = true;
                 continue;
             }
-            let offers = self.offers(now, claim, (uuid, missing), first);
+            let offers = match claim.takes {
+                true => self.offers(now, claim, (uuid, missing), first),
+                false => Vec::new(),
+            };
             // What needs no copy goes before what must be copied, and before a program's help.
-            let drops = self.drops(now, claim, (uuid, missing), &offers);
+            let own = self.own(now, claim, uuid);
+            let all = own.free + own.cached;
+            let waits = all > 0 && claim.ask.is_some() && now < claim.since + OWN.0;
+            let lack = (uuid.as_str(), missing, excess);
+            let drops = self.drops(now, claim, lack, &offers, (own, waits));
             if let Some(drops) = drops.filter(|_| !self.has(Mutation::CopyDroppable)) {
                 for (holder, part) in drops {
                     let part = (uuid.clone(), part);
                     making.freed.entry(holder).or_insert(part);
                 }
-            } else if let Some(processes) = self.due_to_reclaim(now, uuid, &offers) {
+                continue;
+            }
+            if excess > all {
+                making.lacks = true;
+                continue;
+            }
+            if waits {
+                trimming = true;
+                continue;
+            }
+            if !claim.takes {
+                making.lacks = true;
+                continue;
+            }
+            // All of its own, and the rest of others.
+            let missing = missing.saturating_sub(all);
+            if all > 0 {
+                let part = (uuid.clone(), all);
+                making.freed.entry(claim.tenant).or_insert(part);
+            }
+            if let Some(processes) = self.due_to_reclaim(now, claim, uuid, &offers) {
                 making.reclaims.push((uuid.clone(), missing, processes));
                 making.depends |= choose(missing, &offers).is_none();
             } else {
@@ -164,14 +206,19 @@ impl Broker {
     }
 
     /// Has others do their part.
-    fn make(&mut self, now: Micros, making: Making, out: &mut Vec<Command>) {
+    fn make(&mut self, now: Micros, claimant: TenantId, making: Making, out: &mut Vec<Command>) {
         for (uuid, missing, processes) in making.reclaims {
             self.reclaim(now, uuid, missing, processes, out);
         }
         for (holder, (uuid, part)) in making.freed {
             let home = |it: &Tenant| it.place == Place::Home;
             if self.tenants.get(&holder).is_some_and(home) {
-                self.begin_drop(now, holder, &uuid, part, out);
+                let why = if holder == claimant {
+                    Why::Own
+                } else {
+                    Why::Drop
+                };
+                self.begin_drop(now, holder, &uuid, part, why, out);
             }
         }
         for (victim, parts) in making.moves {
@@ -243,11 +290,12 @@ impl Broker {
         }
     }
 
-    /// The processes of the next tenant whose programs can give caches back, for at most [`RECLAIM`]: none while some are asked; no set if
-    /// no more can come.
+    /// The processes of the next tenant whose programs can give caches back, for at most [`RECLAIM`] in all for a claim: none while some are
+    /// asked; no set if no more can come. One that had nothing to give is not asked again for a while.
     fn due_to_reclaim(
         &self,
         now: Micros,
+        claim: &Claim,
         uuid: &str,
         offers: &[Offer],
     ) -> Option<BTreeSet<ProcessId>> {
@@ -255,14 +303,16 @@ impl Broker {
             if !reclaim.waiting.is_empty() {
                 return Some(BTreeSet::new());
             }
-            if (reclaim.until..reclaim.until + RECLAIM_PAUSE).contains(&now) {
+            let lately = (reclaim.until..reclaim.until + RECLAIM_PAUSE).contains(&now);
+            if lately && claim.since + RECLAIM <= reclaim.until {
                 return None;
             }
         }
         let of = |offer: &Offer| -> BTreeSet<ProcessId> {
             let home = self.tenants.get(&offer.tenant).map(|it| &it.place) == Some(&Place::Home);
             let due = |it: &super::Process| {
-                let paused = it.reclaimed.is_some_and(|at| now < at + RECLAIM_PAUSE);
+                let asked = it.reclaimed.filter(|at| now < *at + RECLAIM_PAUSE);
+                let paused = asked.is_some_and(|at| !it.gave || at >= claim.since);
                 home && it.tenant == offer.tenant && it.reclaims && !paused
             };
             let due = self.processes.iter().filter(|(_, it)| due(it));
@@ -286,7 +336,7 @@ impl Broker {
         self.ops += 1;
         for process in &waiting {
             if let Some(it) = self.processes.get_mut(process) {
-                it.reclaimed = Some(now);
+                (it.reclaimed, it.gave) = (Some(now), false);
             }
             let order = Order::Reclaim {
                 device: uuid.clone(),
@@ -301,14 +351,37 @@ impl Broker {
         (reclaim.op, reclaim.waiting) = (self.ops, waiting);
     }
 
-    /// What others can free of a device without a copy, if that suffices: what has no contents first, then caches; of each that of
-    /// the lowest class first.
+    /// What a tenant can free of its own for its request, without a copy.
+    fn own(&self, now: Micros, claim: &Claim, uuid: &str) -> Droppable {
+        let can = |it: &&Tenant| {
+            it.place == Place::Home && now >= it.not_before && now >= it.take_not_before
+        };
+        let tenant = self.tenants.get(&claim.tenant).filter(can);
+        match tenant.and(claim.ask) {
+            Some(_) => self.accounting.own_droppable(claim.tenant, uuid),
+            None => Droppable::default(),
+        }
+    }
+
+    /// Whether a tenant can free all that its request lacks.
+    pub(super) fn serves_own(&self, now: Micros, claim: &Claim) -> bool {
+        let (lacks, excess) = (self.lacks(claim, &Aside::default()), self.excess(claim));
+        claim.needs.keys().all(|uuid| {
+            let [lack, excess] = [&lacks, &excess].map(|it| it.get(uuid).copied().unwrap_or(0));
+            let own = self.own(now, claim, uuid);
+            lack.max(excess) <= own.free + own.cached
+        })
+    }
+
+    /// What can be freed of a device without a copy, if that suffices: first what only the tenant's own can make up for; then what has no
+    /// contents, its own first; then caches, its own first unless it is guaranteed what others have. Of others that of the lowest class first. `waits`: its own is not taken yet.
     fn drops(
         &self,
         now: Micros,
         claim: &Claim,
-        (uuid, missing): (&str, u64),
+        (uuid, missing, excess): (&str, u64, u64),
         offers: &[Offer],
+        (own, waits): (Droppable, bool),
     ) -> Option<Vec<(TenantId, u64)>> {
         let mut holders: Vec<_> = (self.tenants.iter())
             .filter(|(id, it)| {
@@ -319,27 +392,43 @@ impl Broker {
                     Place::Leaving(it) => it.frees_elsewhere(now, uuid),
                     Place::Away { .. } | Place::Returning(_) => false,
                 };
-                **id != claim.tenant && frees && rests
+                claim.takes && **id != claim.tenant && frees && rests
             })
             .filter_map(|(id, it)| {
-                let all = self.accounting.droppables(*id, uuid);
-                let free = all.iter().map(|(_, it)| it.free).sum::<u64>();
-                let cached = all.iter().map(|(_, it)| it.cached).sum::<u64>();
+                let all = self.accounting.own_droppable(*id, uuid);
                 let gives = offers.iter().find(|it| it.tenant == *id);
                 let borrowed = self.accounting.entry(*id, uuid).borrowed();
                 let most = gives.map_or(borrowed, |it| it.bytes.max(borrowed));
-                let free = free.min(most);
-                let yields = claim.entitled || gives.is_some();
-                let cached = if yields { cached.min(most - free) } else { 0 };
+                let free = all.free.min(most);
+                let yields = claim.entitled || (gives.is_some() && !waits);
+                let cached = if yields {
+                    all.cached.min(most - free)
+                } else {
+                    0
+                };
                 let order = (std::cmp::Reverse(it.terms.class), *id);
                 (free + cached > 0).then_some((order, free, cached))
             })
             .collect();
         holders.sort_unstable();
-        let mut left = missing;
-        let mut parts: BTreeMap<TenantId, u64> = BTreeMap::new();
+        let own = if waits { Droppable::default() } else { own };
+        let only = excess.min(own.free + own.cached);
+        let left_free = own.free.saturating_sub(only);
+        let left_cached = own.cached - (only - only.min(own.free));
+        let own_cached = (claim.tenant, left_cached);
+        let [before, after] = match claim.entitled {
+            true => [None, Some(own_cached)],
+            false => [Some(own_cached), None],
+        };
         let free = holders.iter().map(|((_, id), free, _)| (*id, *free));
         let cached = holders.iter().map(|((_, id), _, cached)| (*id, *cached));
+        let free = [(claim.tenant, left_free)].into_iter().chain(free);
+        let cached = before.into_iter().chain(cached).chain(after);
+        let mut parts: BTreeMap<TenantId, u64> = BTreeMap::new();
+        if only > 0 {
+            parts.insert(claim.tenant, only);
+        }
+        let mut left = missing.saturating_sub(only);
         for (id, bytes) in free.chain(cached) {
             let part = left.min(bytes);
             if part > 0 {
@@ -347,7 +436,7 @@ impl Broker {
             }
             left -= part;
         }
-        (left == 0).then(|| parts.into_iter().collect())
+        (left == 0 && only == excess).then(|| parts.into_iter().collect())
     }
 
     /// What others can give of a device for a claim, in the order in which they are asked.

@@ -514,6 +514,20 @@ fn nothing_is_copied_while_one_frees_memory_of_each_device() {
     assert_eq!(node.closed, [2, 4, 5]);
 }
 
+/// Ranks have pages that they do not need: these go, and no neighbour's.
+#[test]
+fn parts_are_served_by_what_their_tenant_does_not_need() {
+    let mut node = Node::new(2, MemoryPolicy::SwapOthers);
+    node.both(0, 1, 10);
+    node.both(1, 1, 6);
+    node.run_for(Micros::from_secs(60));
+    node.event(free(0, 10));
+    node.event(free(1, 10));
+    node.both(0, 2, 9);
+    node.run_for(Micros::from_millis(500));
+    assert_eq!(node.closed, [0]);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     /// A rank asks for its part of the tenant's next request that it has not asked for.

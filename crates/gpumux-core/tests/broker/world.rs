@@ -64,6 +64,8 @@ pub(crate) struct Puppet {
     /// Of what moves, what needs no copy.
     pub(crate) droppable: Droppable,
     pub(crate) manner: Manner,
+    /// Its program gives what it is asked for.
+    pub(crate) gives: bool,
     /// Orders that came while it was stopped.
     mailbox: Vec<(u64, Order)>,
     /// When one that is slow is ready.
@@ -122,6 +124,8 @@ pub(crate) struct World {
     pub(crate) orders: u64,
     /// Bytes that were freed without a copy, and when.
     pub(crate) drops: Vec<(Micros, TenantId, u64)>,
+    /// Which programs were asked to give memory, and when.
+    pub(crate) reclaims: Vec<(Micros, ProcessId)>,
     /// Since when a tenant waits although there is room for it.
     starved: BTreeMap<TenantId, Micros>,
     pub(crate) longest_starved: Micros,
@@ -168,6 +172,7 @@ impl World {
             silent: Vec::new(),
             orders: 0,
             drops: Vec::new(),
+            reclaims: Vec::new(),
             starved: BTreeMap::new(),
             longest_starved: Micros::ZERO,
             waits: BTreeMap::new(),
@@ -218,6 +223,7 @@ impl World {
             trim: Micros(100),
             droppable: Droppable::default(),
             manner: Manner::Prompt,
+            gives: false,
             mailbox: Vec::new(),
             ready: None,
             closed: false,

@@ -268,8 +268,11 @@ impl Block {
         let Some(Elastic { table, .. }) = self.elastic.filter(|_| !self.stays()) else {
             return (0, 0);
         };
+        let wanted = table.wanted();
+        let counts = |n: &usize| !wanted.iter().any(|it| it.contains(n));
         let of = |state| {
-            let alike = self.resident().filter(|(n, _)| table.state(*n) == state);
+            let alike = self.resident();
+            let alike = alike.filter(|(n, _)| table.state(*n) == state && counts(n));
             alike.count() as u64 * self.piece
         };
         (of(granules::FREE), of(granules::CACHED))

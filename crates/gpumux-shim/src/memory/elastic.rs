@@ -6,22 +6,15 @@
 //! mapped anew.
 
 use std::{
-    collections::BTreeMap,
     ffi::{c_int, c_uint, c_void},
-    sync::{
-        Mutex,
-        atomic::{AtomicBool, Ordering},
-    },
     time::{Duration, Instant},
 };
-
-use gpumux_wire::{Shim, message::ELASTIC};
 
 use crate::{
     ground::{
         context::{is_capturing_anywhere, within},
         driver::CUresult,
-        gate, guard, lease, wake,
+        gate, wake,
     },
     memory::{
         allocate,
@@ -29,8 +22,9 @@ use crate::{
         attempt::{self, Refused},
         block::{Block, Departed, Elastic},
         granules::{CACHED, FREE, IN_USE, OUT, Table, is_settable},
-        ranges,
-        space::{self, Part, Space, with},
+        ranges, reports,
+        space::{self, Part, with},
+        targets,
         vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
     },
     work,
@@ -46,31 +40,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const SEGMENT: Duration = Duration::from_secs(30);
 /// A segment has as small granules as it can have without having more than so many.
 const MANY: u64 = 4096;
-/// How often the daemon receives what needs no copy.
-const PERIOD: Duration = Duration::from_millis(50);
-/// For how long a target stays low after others lacked room.
-const LOW: Duration = Duration::from_secs(10);
-
-/// There was a range.
-static ANY: AtomicBool = AtomicBool::new(false);
-
-/// Of a device: its UUID, and bytes that are free and those that are a cache.
-type Droppable = (String, u64, u64);
-
-#[derive(Default)]
-struct Reports {
-    /// What the daemon has, by device: bytes that are free, and those that are a cache.
-    told: BTreeMap<c_int, (u64, u64)>,
-    next: Option<Instant>,
-    /// Until when targets are low.
-    low: Option<Instant>,
-}
-
-static REPORTS: Mutex<Reports> = Mutex::new(Reports {
-    told: BTreeMap::new(),
-    next: None,
-    low: None,
-});
+/// A request that waited for less than this may be refused although there is room: the daemon was not done.
+const SOON: Duration = Duration::from_millis(30);
 
 // ---- The program's side --------------------------------------------------------------------------
 
@@ -118,7 +89,7 @@ fn make(device: c_int, context: u64, bytes: u64, granule: u64) -> Result<Table, 
         (0..bytes / granule).for_each(|it| vmm::unmap(at + it * granule, granule));
         undo(OUT_OF_MEMORY)
     })?;
-    ANY.store(true, Ordering::Release);
+    reports::begin();
     with(|space| {
         let elastic = Elastic { table, scratch };
         let block = Block::elastic((bytes, device, context), granule, elastic);
@@ -167,6 +138,8 @@ fn commit(address: u64, (first, count): (u64, u64), wait: Duration, of: Option<P
     let committed = attempt::in_time(Some(deadline), || {
         let lacking = range.clone().filter(|it| table.state(*it) == OUT).count() as u64;
         let need = lacking * table.granule();
+        // What of them is free or cached is not to be taken for this request.
+        let _wanting = (need > 0).then(|| table.want(range.clone()));
         let left = deadline.saturating_duration_since(Instant::now());
         if (need > 0 || of.is_some()) && !space::take_within(left, device, need, stays, of) {
             return Err(Refused::ByAccounting);
@@ -187,10 +160,15 @@ fn commit(address: u64, (first, count): (u64, u64), wait: Duration, of: Option<P
             backed => backed,
         }
     });
+    let early = Instant::now() < deadline && of.is_none();
+    if matches!(committed, Err(Refused::ByAccounting)) && (early || wait >= SOON) {
+        // It holds no more than this now.
+        targets::lower(device, 0);
+    }
     match committed {
         Ok(answer) => answer,
         // That of another part may be only for now.
-        Err(Refused::ByAccounting) if Instant::now() < deadline && of.is_none() => FULL,
+        Err(Refused::ByAccounting) if early => FULL,
         Err(refused) => answer(refused.error()),
     }
 }
@@ -325,7 +303,7 @@ fn mark(address: u64, first: u64, count: u64, state: u32) -> i64 {
         IN_USE => gate::through_by(Instant::now() + PATIENCE, set).unwrap_or(count as i64),
         _ => {
             let lost = set();
-            if guard::lock(&REPORTS).is_due(Instant::now()) {
+            if reports::is_due() {
                 wake::agent();
             }
             lost
@@ -432,10 +410,14 @@ pub(crate) fn take(uuid: &str, bytes: u64) -> Result<(), String> {
         });
         let all: Vec<_> = all.collect();
         let (mut departed, mut freed) = (Vec::new(), 0);
-        for state in [FREE, CACHED] {
+        // What a request waits for goes last: the program would only ask for it again.
+        let order = [false, true].into_iter();
+        for (wanted, state) in order.flat_map(|it| [(it, FREE), (it, CACHED)]) {
             for (at, context, table, resident) in &all {
+                let wants = table.wanted();
                 for index in resident.iter().rev() {
                     if freed < bytes
+                        && wants.iter().any(|it| it.contains(index)) == wanted
                         && table.grab(*index, state)
                         && let Some(one) = space.leave(*at, *index, Vec::new())
                     {
@@ -450,138 +432,26 @@ pub(crate) fn take(uuid: &str, bytes: u64) -> Result<(), String> {
     for (context, one) in &departed {
         let _ = within(*context, || one.free());
     }
-    set_targets(device, |held| held);
-    report();
+    targets::lower(device, 0);
+    space::report();
     Ok(())
-}
-
-/// Others lack so much of a device: ranges shall keep less.
-pub(crate) fn lower_targets(device: c_int, missing: u64) {
-    set_targets(device, |held| held.saturating_sub(missing));
-}
-
-/// Sets what each range of a device shall keep, given what it has.
-fn set_targets(device: c_int, target: impl Fn(u64) -> u64) {
-    if !ANY.load(Ordering::Acquire) {
-        return;
-    }
-    let all = with(|space| {
-        let own = space.blocks.values().filter(|it| it.device == device);
-        let all = own.filter_map(|it| Some((it.elastic?.table, it.held())));
-        all.collect::<Vec<_>>()
-    });
-    (all.iter()).for_each(|(table, held)| table.set_target(target(*held)));
-    guard::lock(&REPORTS).low = Some(Instant::now() + LOW);
-}
-
-/// A session begins, whose daemon has received nothing.
-pub(crate) fn forget_told() {
-    let mut reports = guard::lock(&REPORTS);
-    reports.told.clear();
-    reports.next = None;
-}
-
-impl Reports {
-    fn is_due(&self, now: Instant) -> bool {
-        self.next.is_none_or(|next| next <= now)
-    }
-
-    /// Whether targets were low until now.
-    fn raises(&mut self, now: Instant) -> bool {
-        self.low.take_if(|low| *low <= now).is_some()
-    }
-
-    /// What the daemon does not have yet, of what was found by device. The next report is due a while later.
-    fn changed(&mut self, found: BTreeMap<c_int, Droppable>, now: Instant) -> Vec<Shim> {
-        self.next = Some(now + PERIOD);
-        let news = found
-            .into_iter()
-            .filter_map(|(device, (uuid, free, cached))| {
-                let known = self.told.insert(device, (free, cached));
-                (known != Some((free, cached))).then_some(Shim::Droppable {
-                    device: uuid,
-                    free,
-                    cached,
-                })
-            });
-        news.collect()
-    }
 }
 
 /// Reports what has changed, now and then; how soon the agent is to look again at the latest.
 pub(crate) fn look(settles: Option<Duration>) -> Option<Duration> {
-    if !ANY.load(Ordering::Acquire) {
+    if !reports::is_needed() {
         return settles;
     }
-    let now = Instant::now();
-    let mut reports = guard::lock(&REPORTS);
-    let (raises, is_due) = (reports.raises(now), reports.is_due(now));
-    drop(reports);
-    if raises {
-        Table::all().for_each(|table| table.set_target(u64::MAX));
+    targets::raise();
+    if reports::is_due() {
+        space::report();
     }
-    if is_due {
-        report();
-    }
-    Some(settles.map_or(PERIOD, |it| it.min(PERIOD)))
-}
-
-/// Reports what has changed.
-pub(crate) fn report() {
-    if !ANY.load(Ordering::Acquire) || !lease::knows(ELASTIC) {
-        return;
-    }
-    // Several threads report: what was found first is sent first.
-    let mut reports = guard::lock(&REPORTS);
-    let found = with(|space| space.droppable());
-    reports
-        .changed(found, Instant::now())
-        .into_iter()
-        .for_each(lease::tell);
-}
-
-impl Space {
-    fn droppable(&self) -> BTreeMap<c_int, Droppable> {
-        let mut found: BTreeMap<c_int, Droppable> = BTreeMap::new();
-        for block in self.blocks.values().filter(|it| it.elastic.is_some()) {
-            let (free, cached) = block.droppable();
-            let uuid = self.uuid(block.device).unwrap_or_default();
-            let of = found.entry(block.device).or_insert((uuid, 0, 0));
-            (of.1, of.2) = (of.1 + free, of.2 + cached);
-        }
-        found
-    }
+    Some(settles.map_or(reports::PERIOD, |it| it.min(reports::PERIOD)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn reports_have_only_changes_and_are_due_after_a_period() {
-        let start = Instant::now();
-        let mut reports = Reports::default();
-        let found = |free| BTreeMap::from([(0, ("GPU-0".to_owned(), free, 7))]);
-        assert!(reports.is_due(start));
-        assert_eq!(reports.changed(found(1), start).len(), 1);
-        let early = start + PERIOD - Duration::from_nanos(1);
-        assert!(!reports.is_due(early) && reports.is_due(start + PERIOD));
-        assert_eq!(reports.changed(found(1), early), []);
-        assert!(!reports.is_due(start + PERIOD), "it counts from the last");
-        assert_eq!(reports.changed(found(2), early).len(), 1);
-    }
-
-    #[test]
-    fn targets_are_low_until_their_time_is_over() {
-        let start = Instant::now();
-        let mut reports = Reports {
-            low: Some(start + LOW),
-            ..Reports::default()
-        };
-        assert!(!reports.raises(start));
-        assert!(reports.raises(start + LOW));
-        assert!(!reports.raises(start + LOW), "once");
-    }
 
     #[test]
     fn neighbours_are_mapped_at_once() {

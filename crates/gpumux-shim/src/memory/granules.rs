@@ -3,10 +3,16 @@
 
 use std::{
     io,
-    sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    ops::Range,
+    sync::{
+        Mutex,
+        atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    },
 };
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+
+use crate::ground::guard;
 
 /// No memory is behind the granule but the scratch page.
 pub(crate) const OUT: u32 = 0;
@@ -47,6 +53,23 @@ static TABLES: [AtomicPtr<Header>; MAX_RANGES] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; MAX_RANGES];
 /// No more of them were used so far.
 static USED: AtomicUsize = AtomicUsize::new(0);
+
+/// By table, what requests for memory wait for: granules that have some are about to be in use.
+static WANTED: Mutex<Vec<Wanted>> = Mutex::new(Vec::new());
+
+type Wanted = (usize, Range<usize>);
+
+/// A request waits for these until this is dropped.
+pub(crate) struct Wanting(Wanted);
+
+impl Drop for Wanting {
+    fn drop(&mut self) {
+        let mut all = guard::lock(&WANTED);
+        if let Some(place) = all.iter().position(|it| *it == self.0) {
+            all.swap_remove(place);
+        }
+    }
+}
 
 fn used() -> &'static [AtomicPtr<Header>] {
     &TABLES[..USED.load(Ordering::Acquire)]
@@ -180,6 +203,21 @@ impl Table {
         self.grab(index, FREE) || self.grab(index, CACHED)
     }
 
+    /// A request waits for memory for all of these.
+    pub(crate) fn want(self, granules: Range<usize>) -> Wanting {
+        let wanted = (std::ptr::from_ref(self.0).addr(), granules);
+        guard::lock(&WANTED).push(wanted.clone());
+        Wanting(wanted)
+    }
+
+    /// What requests wait for.
+    pub(crate) fn wanted(self) -> Vec<Range<usize>> {
+        let own = std::ptr::from_ref(self.0).addr();
+        let all = guard::lock(&WANTED);
+        let all = all.iter().filter(|it| it.0 == own);
+        all.map(|it| it.1.clone()).collect()
+    }
+
     /// Whether its contents are not needed, at this moment.
     pub(crate) fn is_droppable(self, index: usize) -> bool {
         matches!(self.state(index), FREE | CACHED)
@@ -281,6 +319,17 @@ mod tests {
         assert_eq!(found.count(), 1000);
         tables.into_iter().for_each(Table::end);
         assert!(Table::of((1 << 40) + 2 * MIB).is_none());
+    }
+
+    #[test]
+    fn granules_are_wanted_while_a_request_waits() {
+        let table = Table::new(0x3000_0000, 8 * MIB, 2 * MIB).unwrap();
+        let (first, second) = (table.want(0..2), table.want(0..2));
+        drop(first);
+        assert!(table.wanted().contains(&(0..2)));
+        drop(second);
+        assert!(table.wanted().is_empty());
+        table.end();
     }
 
     /// One side gives and takes back, the other takes: none has it at the same time.

@@ -21,7 +21,7 @@ use crate::{
         context::{is_capturing_anywhere, relax_captures},
         guard, lease, wake,
     },
-    memory::{allocate, elastic, space},
+    memory::{allocate, space, targets},
 };
 
 /// Frees what it can of a device, given its ordinal, the bytes that are missing and what was registered with it. Says how
@@ -85,7 +85,7 @@ pub(crate) fn begin(op: u64, device: &str, bytes: u64) {
     match &mut state {
         // What frees memory may wait for the device, which would spoil a capture.
         Some((state, ordinal)) if state.asked.is_none() && !is_capturing_anywhere() => {
-            elastic::lower_targets(*ordinal, bytes);
+            targets::lower(*ordinal, bytes);
             state.asked = Some((op, *ordinal, bytes));
             NEWS.notify_all();
         }
@@ -121,7 +121,7 @@ fn serve() {
         drop(state);
         // What is freed is the daemon's to give, and not kept for the next allocation.
         allocate::trim();
-        elastic::report();
+        space::report();
         lease::tell(Shim::Reclaimed { op, bytes: freed });
         state = lock();
         state.asked = None;

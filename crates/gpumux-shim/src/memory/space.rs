@@ -31,6 +31,7 @@ use crate::{
         caches,
         granules::{IN_USE, OUT},
         ranges::{self, Allocation},
+        reports::{self, Droppable},
         vmm,
     },
     work,
@@ -318,6 +319,8 @@ pub(crate) fn take_within(
         return take_within(wait, device, bytes, pinned, part);
     }
     caches::look();
+    // What the process has itself may be what it is granted.
+    report();
     let mut name = 0;
     let ask = |ticket| {
         name = ticket;
@@ -364,6 +367,11 @@ pub(crate) fn take_within(
         }
         enough
     })
+}
+
+/// Reports what of the process's memory needs no copy, if that has changed.
+pub(crate) fn report() {
+    reports::send(|| with(|space| space.droppable()));
 }
 
 /// What the process reports when it has been granted what it asked for by this name.
@@ -498,6 +506,17 @@ impl Space {
         }
         lease.granted = lease.used + keep;
         Some(known.holds())
+    }
+
+    fn droppable(&self) -> BTreeMap<c_int, Droppable> {
+        let mut found: BTreeMap<c_int, Droppable> = BTreeMap::new();
+        for block in self.blocks.values().filter(|it| it.elastic.is_some()) {
+            let (free, cached) = block.droppable();
+            let uuid = self.uuid(block.device).unwrap_or_default();
+            let of = found.entry(block.device).or_insert((uuid, 0, 0));
+            (of.1, of.2) = (of.1 + free, of.2 + cached);
+        }
+        found
     }
 
     pub(crate) fn holds(&mut self) -> Vec<Shim> {

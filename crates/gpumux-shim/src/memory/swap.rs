@@ -14,8 +14,8 @@ mod numa;
 mod pool;
 
 use std::{
-    collections::BTreeSet,
-    ffi::c_void,
+    collections::{BTreeMap, BTreeSet},
+    ffi::{c_int, c_void},
     path::PathBuf,
     sync::atomic::{AtomicBool, Ordering},
     thread::sleep,
@@ -32,7 +32,7 @@ use crate::{
     },
     memory::{
         block::{Departed, NOWHERE},
-        physical, pools, space, vmm,
+        physical, pools, space, targets, vmm,
     },
     work,
     work::permits,
@@ -335,16 +335,29 @@ impl Mover {
         }
         // From here on there is a copy of everything: nothing can fail.
         (self.away, self.filled) = (Away::Out, filled);
+        let mut moved: BTreeMap<c_int, u64> = BTreeMap::new();
         for (good, parts) in places {
             match good.key {
                 Key::Chunk { block, index } => {
-                    let departed = space::with(|space| space.leave(block, index, parts));
+                    let departed = space::with(|space| {
+                        let block_of = space.blocks.get(&block);
+                        let in_use =
+                            good.kept > 0 && block_of.is_some_and(|it| it.elastic.is_some());
+                        if in_use && least != u64::MAX {
+                            *moved.entry(good.device).or_default() += good.bytes;
+                        }
+                        space.leave(block, index, parts)
+                    });
                     departed.iter().for_each(Departed::free);
                 }
                 Key::Physical(handle) => physical::leave(handle, parts),
             }
         }
         space::with(|space| space.set_away());
+        // All of it goes only where a user or an idle time says so.
+        for (device, bytes) in moved {
+            targets::lower(device, bytes);
+        }
         Ok(())
     }
 

@@ -193,7 +193,16 @@ impl World {
                 let kept = puppet.kept;
                 self.later(Micros(1000), Event::Keeps(process, kept));
             }
-            Order::Reclaim { .. } => self.later(Micros(1000), reply(Reply::Freed(0))),
+            Order::Reclaim { bytes, .. } => {
+                let gives = if puppet.gives {
+                    bytes.min(holding.movable)
+                } else {
+                    0
+                };
+                self.reclaims.push((self.now, process));
+                self.due(Micros(1000), Due::Moved(process, -(gives as i64), 0));
+                self.later(Micros(1000), reply(Reply::Freed(gives)));
+            }
             Order::Take { bytes, .. } => {
                 assert!(
                     self.frozen.contains(&tenant),

@@ -25,7 +25,7 @@ pub(super) struct Good {
     /// Bytes on the device, and those of them whose contents count.
     pub(super) bytes: u64,
     pub(super) kept: u64,
-    device: c_int,
+    pub(super) device: c_int,
     pub(super) context: u64,
     /// Nothing of it must be kept, and it does not come back.
     droppable: bool,
