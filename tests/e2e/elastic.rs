@@ -594,7 +594,7 @@ fn pages_of_two_devices_come_together_or_not_at_all() {
 /// As PyTorch's allocator takes and frees segments: no Python runs in it, and its threads may have called nothing of CUDA before.
 #[test]
 fn segment_is_all_in_use_and_its_memory_comes_back() {
-    let Some((_node, _owner, mut borrower)) = two("--memory-limit 200MiB") else {
+    let Some((_node, _owner, mut borrower)) = two("--memory-limit 190MiB") else {
         return;
     };
     borrower.runs("take = lambda size: gpumux.kv._segment(size, 0, None); whole = 100 * MIB + 1; at = take(whole); assert at");
@@ -619,7 +619,7 @@ const MAPPED: &str = "mapped = lambda count: any(fits(count) for _ in range(60))
 
 #[test]
 fn kvcached_pages_are_other_tenants_once_unmapped() {
-    let Some((_node, mut owner, mut borrower)) = two("--memory-limit 200MiB") else {
+    let Some((_node, mut owner, mut borrower)) = two("--memory-limit 190MiB") else {
         return;
     };
     for line in [KVCACHED, MAP, MAPPED] {
