@@ -39,13 +39,15 @@ pub fn real() -> bool {
     std::env::var_os("GPUMUX_TEST_REAL").is_some_and(|value| value == "1")
 }
 
-/// How many devices the machine has; emulated ones, as many as asked for.
+/// How many devices programs see; emulated ones, as many as asked for.
 pub fn devices() -> usize {
     if !real() {
         return usize::MAX;
     }
     let there = |n: &usize| Path::new(&format!("/dev/nvidia{n}")).exists();
-    (0..64).filter(there).count()
+    let all = (0..64).filter(there).count();
+    let seen = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    seen.map_or(all, |it| it.split(',').count().min(all))
 }
 
 /// Makes a program of a script. Another process writes it: what this one has open for writing may be inherited by a program that
