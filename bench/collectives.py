@@ -494,7 +494,8 @@ def bandwidth(options: argparse.Namespace, results: Results, logs: Path, _folder
     order = {"decode": {"op": "tokens"}, "triad": {"op": "triads"}}
 
     def have(crew: Crew) -> None:
-        first = "latency" if crew.mode.name == "gpumux" else "batch"
+        # In groups and by duties both are batch; what MPS confines are batch programs.
+        first = "batch" if isinstance(crew.mode, Gpumux) and crew.mode.name != "gpumux" else "latency"
         crew.have({"decode": (["gemv"], first), "triad": (["triad"], "batch")})
 
     with ExitStack() as stack:

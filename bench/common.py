@@ -641,12 +641,15 @@ class Crew:
         """Puts each worker on processors of its own, in each round on others. All modes' programs of a round run on the same ones: on a virtual machine
         one may be slower than another for minutes, which hits programs that launch kernel by kernel more than any mode of sharing does."""
         processors = sorted(os.sched_getaffinity(0))
-        each = min(len(processors) // max(1, len(self.workers)), PROCESSORS)
+        # A process that is two programs has the processors of two.
+        programs = {name: 2 if self.started.get(name, ((), ""))[0][:1] == ["pair"] else 1 for name in sorted(self.workers)}
+        each = min(len(processors) // max(1, sum(programs.values())), PROCESSORS)
         if each < 1:
             return
-        for at, name in enumerate(sorted(self.workers)):
-            first = (number + at) * each
-            chosen = {processors[(first + nth) % len(processors)] for nth in range(each)}
+        first = number * each
+        for name, count in programs.items():
+            chosen = {processors[(first + nth) % len(processors)] for nth in range(count * each)}
+            first += count * each
             for thread in threads(self.workers[name].process.pid):
                 with contextlib.suppress(OSError):  # it has ended
                     os.sched_setaffinity(thread, chosen)

@@ -381,8 +381,8 @@ def compare(
             crew.have(programs(case, stages[mode]))
             if placed:
                 crew.place(number)
-            if mode in settings:
-                settle(crew, *settings[mode])
+            if (own := ALONE.get(mode, mode)) in settings:
+                settle(crew, *settings[own])
             return crew
 
         plan = rounds.Plan(

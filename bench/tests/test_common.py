@@ -246,6 +246,10 @@ class Workers(WithWorker):
             self.assertFalse(first[0] & first[1])
             self.assertNotEqual(first, second, "others in the next round")
             self.assertEqual(first, placed(0), "the same for each mode of a round")
+            if len(os.sched_getaffinity(0)) > 2:
+                crew.started = {"a": (["pair", "--batch", "8"], "latency"), "b": (["train"], "batch")}
+                both, one = placed(0)
+                self.assertEqual(len(both), 2 * len(one), "two programs in one process")
             crew.workers = {}
 
 
