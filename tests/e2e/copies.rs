@@ -60,7 +60,7 @@ fn keeps_to_its_limit(node: &Node, way: &str) {
     /// How long a look at what was copied may be old: one second, and more on a loaded machine.
     const OLD: f64 = 2.0;
     let mut begun = None;
-    let (bytes, passed, limit) = wait_for("a limit that lasts", 4 * PATIENCE, || {
+    let (bytes, passed, limit) = wait_for("a limit that lasts", 12 * PATIENCE, || {
         let asked = Instant::now();
         let ps = node.ps();
         let two = (ps["tenants"].as_array()?.iter()).find(|it| it["name"] == "two")?;
