@@ -750,7 +750,7 @@ impl Broker {
         let young = (self.asks.iter()).filter(|(_, it)| now < it.since + OWN.0);
         for ((tenant, _), pending) in young {
             let mut devices = pending.parts.iter().map(|(_, ask)| &ask.device);
-            if devices.any(|uuid| self.accounting.all_droppable(*tenant, uuid) > 0) {
+            if devices.any(|uuid| self.accounting.droppable_of(*tenant, uuid).all() > 0) {
                 at(pending.since + OWN.0);
             }
         }

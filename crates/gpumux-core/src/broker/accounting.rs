@@ -676,17 +676,12 @@ impl Accounting {
     }
 
     /// The same of all of them together.
-    pub(super) fn own_droppable(&self, tenant: TenantId, uuid: &str) -> Droppable {
+    pub(super) fn droppable_of(&self, tenant: TenantId, uuid: &str) -> Droppable {
         let all = self.droppables(tenant, uuid);
         Droppable {
             free: all.iter().map(|(_, it)| it.free).sum(),
             cached: all.iter().map(|(_, it)| it.cached).sum(),
         }
-    }
-
-    pub(super) fn all_droppable(&self, tenant: TenantId, uuid: &str) -> u64 {
-        let Droppable { free, cached } = self.own_droppable(tenant, uuid);
-        free + cached
     }
 
     /// What a process has on a device.

@@ -338,7 +338,7 @@ impl Broker {
         let can = self.tenants.get(&claim.tenant);
         let can = can.is_some_and(|it| now >= it.not_before);
         let frees = |(uuid, excess): (&String, &u64)| {
-            can && *excess <= self.accounting.all_droppable(claim.tenant, uuid)
+            can && *excess <= self.accounting.droppable_of(claim.tenant, uuid).all()
         };
         let denied = self.accounting.could_ask(&pending.parts);
         denied.filter(|_| !self.excess(claim).iter().all(frees))

@@ -76,6 +76,13 @@ pub struct Droppable {
     pub cached: u64,
 }
 
+impl Droppable {
+    /// Both.
+    pub(super) fn all(&self) -> u64 {
+        self.free + self.cached
+    }
+}
+
 /// What of a process's pinned memory is kept over its end for the tenant's next process, in bytes.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash,

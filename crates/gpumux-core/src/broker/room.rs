@@ -153,7 +153,7 @@ impl Broker {
             };
             // What needs no copy goes before what must be copied, and before a program's help.
             let own = self.own(now, claim, uuid);
-            let all = own.free + own.cached;
+            let all = own.all();
             let waits = all > 0 && claim.ask.is_some() && now < claim.since + OWN.0;
             let lack = (uuid.as_str(), missing, excess);
             let drops = self.drops(now, claim, lack, &offers, (own, waits));
@@ -358,7 +358,7 @@ impl Broker {
         };
         let tenant = self.tenants.get(&claim.tenant).filter(can);
         match tenant.and(claim.ask) {
-            Some(_) => self.accounting.own_droppable(claim.tenant, uuid),
+            Some(_) => self.accounting.droppable_of(claim.tenant, uuid),
             None => Droppable::default(),
         }
     }
@@ -369,7 +369,7 @@ impl Broker {
         claim.needs.keys().all(|uuid| {
             let [lack, excess] = [&lacks, &excess].map(|it| it.get(uuid).copied().unwrap_or(0));
             let own = self.own(now, claim, uuid);
-            lack.max(excess) <= own.free + own.cached
+            lack.max(excess) <= own.all()
         })
     }
 
@@ -395,7 +395,7 @@ impl Broker {
                 claim.takes && **id != claim.tenant && frees && rests
             })
             .filter_map(|(id, it)| {
-                let all = self.accounting.own_droppable(*id, uuid);
+                let all = self.accounting.droppable_of(*id, uuid);
                 let gives = offers.iter().find(|it| it.tenant == *id);
                 let borrowed = self.accounting.entry(*id, uuid).borrowed();
                 let most = gives.map_or(borrowed, |it| it.bytes.max(borrowed));
@@ -412,7 +412,7 @@ impl Broker {
             .collect();
         holders.sort_unstable();
         let own = if waits { Droppable::default() } else { own };
-        let only = excess.min(own.free + own.cached);
+        let only = excess.min(own.all());
         let left_free = own.free.saturating_sub(only);
         let left_cached = own.cached - (only - only.min(own.free));
         let own_cached = (claim.tenant, left_cached);
