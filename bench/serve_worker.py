@@ -178,7 +178,7 @@ class Transformers:
 
 
 def plugin() -> None:
-    """In each process of SGLang's: its scheduler also tells what is asked of an engine."""
+    """Runs in each process that SGLang starts. SGLang's scheduler then also answers what the benchmark asks an engine, such as how many granules were taken."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", told, HookType.AFTER)

@@ -918,9 +918,9 @@ _TYPES = {
     for code, kind, sizes in ((0, "int", (8, 16, 32, 64)), (1, "uint", (8, 16, 32, 64)), (2, "float", (16, 32, 64)), (4, "bfloat", (16,)))
     for bits in sizes
 }
+"""DLPack's code of a type, and its bits. A reader that does not know a type leaves the capsule, which keeps the pool."""
 # Since DLPack 1.1.
 _TYPES.update((f"float8_{kind}", (code, 8)) for code, kind in ((10, "e4m3fn"), (11, "e4m3fnuz"), (12, "e5m2"), (13, "e5m2fnuz"), (14, "e8m0fnu")))
-"""DLPack's code of a type, and its bits. A reader that does not know a type leaves the capsule, which keeps the pool."""
 _CPU, _CUDA = 1, 2
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
