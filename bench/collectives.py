@@ -444,6 +444,7 @@ def logical(options: argparse.Namespace, results: Results, logs: Path, folder: P
     """Training by as many ranks as GPUs, and by more."""
     budget, base = Budget(options.budget), dict[str, Any]()
     nccl = ["--nccl", str(Path(options.nccl).resolve())] if options.nccl else []
+    seen = common.visible(max(int(case[-1]) for case in options.cases)).split(",")
     cells = [("2-on-2", "time-slicing"), ("2-on-1", "group"), ("4-on-2", "group"), ("2-on-1", "stock"), ("2-on-1", "time-slicing")]
     cells += [("2-on-1", "ranks-per-gpu"), ("4-on-2", "ranks-per-gpu")]
     for case, name in cells:
@@ -454,23 +455,20 @@ def logical(options: argparse.Namespace, results: Results, logs: Path, folder: P
             continue
         with results.cell(f"{case} / {name}"):
             ranks, gpus = int(case[0]), int(case[-1])
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(it) for it in range(gpus))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[:gpus])
             by_hand = name != "ranks-per-gpu"
+            os.environ.pop("NCCL_MAX_CTAS", None)
             if by_hand:
                 os.environ["NCCL_MAX_CTAS"] = "8"  # kernels of all ranks must fit on a GPU at the same time
             extra = [] if name == "stock" else nccl if by_hand else [*nccl, "--local-rank"]
             common.READY_S = 60.0
-            try:
-                with mode(name, logs) as kind, Jobs(kind, folder, ranks, extra) as jobs:
-                    jobs.mode.name = f"{name}-{case}"
-                    if name == "stock":
-                        results.add(case, name, {"refused": float(refuses(jobs, logs / f"{name}-{case}-one.log"))})
-                        continue
-                    jobs.start("one")
-                    answer = jobs.measure(options.seconds, {"one": {"op": "losses"}})["one"]
-            finally:
-                del os.environ["CUDA_VISIBLE_DEVICES"]
-                os.environ.pop("NCCL_MAX_CTAS", None)
+            with mode(name, logs) as kind, Jobs(kind, folder, ranks, extra) as jobs:
+                jobs.mode.name = f"{name}-{case}"
+                if name == "stock":
+                    results.add(case, name, {"refused": float(refuses(jobs, logs / f"{name}-{case}-one.log"))})
+                    continue
+                jobs.start("one")
+                answer = jobs.measure(options.seconds, {"one": {"op": "losses"}})["one"]
             if answer["wrong"]:
                 raise BenchError(f"{answer['wrong']} wrong words in sums")
             rate, losses = answer["calls"] / answer["seconds"], answer["losses"]
@@ -490,7 +488,7 @@ def logical(options: argparse.Namespace, results: Results, logs: Path, folder: P
 def bandwidth(options: argparse.Namespace, results: Results, logs: Path, _folder: Path) -> None:
     """Decoding beside a triad."""
     budget = Budget(options.budget)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    os.environ["CUDA_VISIBLE_DEVICES"] = common.visible()
     order = {"decode": {"op": "tokens"}, "triad": {"op": "triads"}}
 
     def have(crew: Crew) -> None:
@@ -514,7 +512,6 @@ def bandwidth(options: argparse.Namespace, results: Results, logs: Path, _folder
                 crew.have({"triad": (["triad"], "batch")})
                 found = crew.measure(1.0, {"triad": {"op": "knee", "sms": SMS}})["triad"]
                 results.add("knee", "alone", {f"gbs_{sms}": it for sms, it in found["gbs"].items()} | {"sms": found["every"]})
-    del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 RUN = {"storm": storm, "matrix": matrix, "pacing": pacing, "logical": logical, "bandwidth": bandwidth}

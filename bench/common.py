@@ -92,9 +92,12 @@ def run_quietly(*command: str) -> str:
     return ""
 
 
-def visible() -> str:
-    """The first GPU that programs see: a number as nvidia-smi has it, or a UUID."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+def visible(count: int = 1) -> str:
+    """The first GPUs that programs see, with commas between: numbers as nvidia-smi has them, or UUIDs. Raises BenchError where they see fewer."""
+    seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    if len(seen) < count:
+        raise BenchError(f"CUDA_VISIBLE_DEVICES={','.join(seen)}: {count} GPUs are needed")
+    return ",".join(seen[:count])
 
 
 def another_gpu() -> str:

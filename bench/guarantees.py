@@ -71,7 +71,7 @@ class Tenant(NamedTuple):
 
     def environment(self) -> dict[str, str]:
         """Of its process: which device it sees, on which then its guarantee holds."""
-        return {"CUDA_VISIBLE_DEVICES": str(self.device)} if self.device is not None else {}
+        return {"CUDA_VISIBLE_DEVICES": common.visible(2).split(",")[self.device]} if self.device is not None else {}
 
 
 def many(count: int, guaranteed: float) -> list[Tenant]:

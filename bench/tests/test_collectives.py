@@ -1,7 +1,9 @@
 """The parts of `collectives.py` that need no GPU."""
 
 import argparse
+import contextlib
 import json
+import os
 import tempfile
 import types
 import unittest
@@ -102,6 +104,18 @@ class Modes(unittest.TestCase):
             self.assertEqual(command[command.index("--limit") + 1], limit)
             self.assertNotIn("--limit", self.command(name, "decode"))
         self.assertIn("--trust", self.command("group-15", "decode"))
+
+
+class Devices(unittest.TestCase):
+    def test_programs_have_the_gpus_that_the_user_chose(self) -> None:
+        seen = list[str]()
+        note = lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or {}  # noqa: E731
+        options = argparse.Namespace(cases=["2-on-2", "2-on-1"], modes=["time-slicing", "stock"], nccl=None, budget=60.0)
+        results = mock.Mock(cell=lambda _: contextlib.suppress(TypeError))  # there is no mode
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="GPU-b,GPU-a"), mock.patch.object(collectives, "begun", note), mock.patch.object(collectives, "mode", note):
+            collectives.logical(options, results, Path(), Path())
+            collectives.bandwidth(options, results, Path(), Path())
+        self.assertEqual(seen, ["GPU-b,GPU-a", "GPU-b", "GPU-b"])
 
 
 class Boards(unittest.TestCase):

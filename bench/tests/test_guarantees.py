@@ -1,6 +1,8 @@
 """What guarantees.py makes of reports."""
 
+import os
 import unittest
+from unittest import mock
 
 import common
 import guarantees
@@ -34,6 +36,14 @@ class Values(unittest.TestCase):
         values = guarantees.evaluate(tenants, [report(0, 300, 300), report(0, 200, 200), report(0, 100, 100), report(0, 400, 400)], guaranteed=True)
         self.assertEqual([values[f"share_{at}"] for at in (1, 2, 3, 4)], [0.6, 0.4, 0.2, 0.8])
         self.assertEqual((values["total_rel"], values["lag_1_ms"], values["lag_3_ms"]), (1.0, 0.0, 200.0))
+
+    def test_devices_are_those_that_the_user_chose(self) -> None:
+        for given, expected in (("", ["0", "1"]), ("GPU-b,GPU-a,GPU-c", ["GPU-b", "GPU-a"])):
+            with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=given):
+                found = [it.environment()["CUDA_VISIBLE_DEVICES"] for it in guarantees.CASES["two-gpus"][::2]]
+                self.assertEqual(found, expected)
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="GPU-b"), self.assertRaisesRegex(common.BenchError, "2 GPUs are needed"):
+            guarantees.CASES["two-gpus"][0].environment()
 
     def test_too_short_a_run_is_no_measurement(self) -> None:
         with self.assertRaisesRegex(common.BenchError, "full seconds"):
