@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import colocation
@@ -37,6 +38,7 @@ CASES = [
     *(f"{job}/copy{us}" for job in (*KERNEL_US, "train") for us in COPY_US),
     *(f"train/{kind}" for kind in TORCH),
 ]
+LEAD_S = 0.5
 PERIODIC = ["--period-us", "5000", "--jitter", "0.5", "--kernels", "10", "--wait", "spin"]
 TRAINING = (["train", "--model", "resnet152"], "batch")
 
@@ -86,28 +88,25 @@ def beside(
     """Runs the latency task beside a job (a workload's arguments, or a crew that trains): values without `added`."""
     with tempfile.TemporaryDirectory() as folder:
         ready, begin = Path(folder) / "ready", Path(folder) / "start"
-        gate = ["--ready-file", str(ready), "--start-file", str(begin)]
+        gate = ["--seconds", str(seconds), "--start-file", str(begin), "--ready-file", str(ready)]
         processes: list[subprocess.Popen[str]] = []
-        with shares.ending(processes):
+        with shares.ending(processes), ThreadPoolExecutor() as threads:
             if isinstance(job, list):
-                files = ["--ready-file", str(ready) + "-job", "--start-file", str(begin)]
-                length = ["--seconds", str(seconds)]
-                processes.append(start(mode, "job", "batch", "", [*job, *length, *files]))
+                processes.append(start(mode, "job", "batch", "", [*job, *gate[:-1], str(ready) + "-job"]))
                 common.until("the job is ready", common.REPLY_S, Path(str(ready) + "-job").exists, processes[-1])
-            length = ["--seconds", str(seconds + (1 if isinstance(job, Crew) else 0))]
-            processes.append(start(mode, "task", "latency", hints, [*arguments, *length, *gate]))
+            processes.append(start(mode, "task", "latency", hints, [*arguments, *gate]))
             common.until("the task is ready", common.REPLY_S, ready.exists, processes[-1])
-            begin.touch()
-            values: dict[str, float] = {}
             if isinstance(job, Crew):
-                values["batch_rate"] = colocation.rate(job.measure(seconds, {"training": colocation.STEPS})["training"])
-            else:
-                time.sleep(max(0.0, seconds - 0.3))
+                training = threads.submit(job.measure, seconds, {"training": colocation.STEPS}, LEAD_S)
+                # Each request is one beside training.
+                time.sleep(LEAD_S)
+            begin.touch()
+            time.sleep(max(0.0, seconds - 0.3))
             # While both still run: the counts go with the process.
-            values |= counted(mode, "task")
+            values = counted(mode, "task")
             reports = shares.reports(processes, time.monotonic() + seconds + common.REPLY_S)
-            if isinstance(job, list):
-                values["batch_rate"] = reports[0]["rate"]
+            if job:
+                values["batch_rate"] = colocation.rate(training.result()["training"]) if isinstance(job, Crew) else reports[0]["rate"]
             return shares.latency(reports[-1]) | values
 
 
