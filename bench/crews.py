@@ -13,15 +13,20 @@ longer. Of a crew counts the median of its rounds, since two equal processes may
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
 import os
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import common
 from common import Mode, Results, Worker
 
 UNDISTURBED = 0.1
+CALLS = 64  # of a batch
 PLAIN, AGAIN, MANAGED = "alone", "again", "gpumux"
 # Between the modes of a crew nothing else changes.
 CREW = (PLAIN, MANAGED, AGAIN)
@@ -57,6 +62,31 @@ def of_crews(crews: Sequence[dict[str, list[Batches]]]) -> dict[str, Found]:
         added = [a - b for a, b in zip(managed, both, strict=True)]
         found[name] = Found(both, managed, added, [abs(a - b) for a, b in zip(plain, again, strict=True)])
     return found
+
+
+def tell(**values: Any) -> None:
+    """One line of JSON on standard output."""
+    print(json.dumps(values), flush=True)
+
+
+def answer(name: str, call: Callable[[], object], settle: Callable[[], object] = lambda: None) -> None:
+    """For a crew's program: warms up, says so, and answers orders with the µs of one call, by batch. A batch is far shorter than the driver's queue."""
+
+    def batches(count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            found.append((time.perf_counter() - begin) / CALLS * 1e6)
+            settle()
+        return found
+
+    batches(50)
+    gc.disable()
+    tell(ready=True)
+    for line in sys.stdin:
+        tell(batches={name: batches(json.loads(line)["batches"])})
 
 
 def on_cores(number: int, command: Sequence[str]) -> list[str]:

@@ -14,9 +14,9 @@ another) and `gpumux` (all at once). Values `total_s`; the losses of all runs mu
 `models`: cases `8x12GiB` (more than the card) and `4x16GiB`: so many models on one card, asked one after another with idle times. Modes `gpumux` (they sleep
 when idle) and `cold` (a process is started for the request). Values: time to the answer, `latency_p50_ms` and `latency_p99_ms`.
 
-`all`: every part, one after the other; with `--quick` the cases that prove most, in 150 s.
+`alloc`: cases by size and allocator. Modes `alone` and `gpumux`. Values of one allocation with its release: `pair_us`, `pair_noise_us`, `pair_added_us`, as `crews.py` measures.
 
-`alloc`: cases by size and allocator. Modes `alone` and `gpumux`. Value `pair_us`: one allocation with its release.
+`all`: every part, one after the other; with `--quick` the cases that prove most, in 150 s.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from statistics import median
 from typing import Any
 
 import common
+import crews
 from common import BenchError, Gpumux, Mode, Results, Worker, say
 
 WORKER = Path(__file__).resolve().parent / "memory_worker.py"
@@ -50,6 +51,8 @@ ALLOCS = {
     "async-2MiB": ("async", 2 << 20),
     "torch-2MiB": ("torch", 2 << 20),
 }
+# Of `alloc`: crews, rounds, and the batches of a turn, of 64 allocations each.
+CREWS, ROUNDS, TURN = 3, 20, 10
 PARTS = {
     "swap": (SIZES, ["gpumux", "checkpoint", "copy"]),
     "losses": (["eager", "graph"], ["alone", "gpumux"]),
@@ -358,18 +361,17 @@ def models(case: str, name: str, logs: Path, options: argparse.Namespace) -> dic
     return common.latency_values(ms)
 
 
-def alloc(case: str, name: str, logs: Path, options: argparse.Namespace) -> dict[str, float]:
-    """One cell of `alloc`."""
-    way, size = ALLOCS[case]
-    command, found = script("alloc", "--way", way, "--bytes", str(size), "--steps", "2000" if options.quick else "10000"), []
-    with common.mode(name, logs) as mode:
-        for n in range(1 if options.quick else 3):
-            with started(mode, f"alloc{n}", command) as process:
-                found.append(process.reply(common.READY_S)["us"])
-    return {"pair_us": median(found)}
+def alloc(results: Results, cases: Sequence[str], _modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+    """All cells of `alloc`: both modes, in turns."""
+    for case in cases:
+        way, size = ALLOCS[case]
+        command = script("alloc", "--way", way, "--bytes", str(size))
+        with cell(results, case, logs), Gpumux("gpumux", logs) as managed:
+            found = crews.measure(Mode("alone", logs), managed, "alloc", command, CREWS, 4 if options.quick else ROUNDS, TURN)
+            crews.add(results, case, found, "us")
 
 
-RUN = {"swap": each(swap), "losses": losses, "oversubscribe": oversubscribe, "models": each(models), "alloc": each(alloc)}
+RUN = {"swap": each(swap), "losses": losses, "oversubscribe": oversubscribe, "models": each(models), "alloc": alloc}
 
 
 def main() -> int:

@@ -1,25 +1,22 @@
-"""A process under measurement by `memory.py`: a model that answers, a training job, or a loop of allocations.
+"""A process under measurement by `memory.py`: a model that answers, a training job, plain copies, or allocations, as `crews.py` orders.
 
 A model prints a line of JSON when it is ready and answers every line on its standard input with one. A training job
-prints one when it is ready and starts with a line on its standard input. All but models print one line of JSON at their end.
+prints one when it is ready, starts with a line on its standard input, and like copies prints one at its end.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import statistics
 import sys
 import time
 
+import crews
+from crews import tell
+
 GIB = 1 << 30
-
-
-def tell(**values: object) -> None:
-    """One line of JSON on standard output."""
-    print(json.dumps(values), flush=True)
 
 
 def done(result: int) -> None:
@@ -114,7 +111,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def alloc(options: argparse.Namespace) -> None:
-    """Allocates and frees in a loop; mean time of a pair."""
+    """Allocates and frees."""
     size, address = ctypes.c_size_t(options.bytes), ctypes.c_uint64()
     if options.way == "driver":
         cuda = driver()
@@ -134,12 +131,7 @@ def alloc(options: argparse.Namespace) -> None:
         def pair() -> None:
             torch.empty(options.bytes, dtype=torch.uint8, device="cuda")
 
-    for _ in range(20):
-        pair()
-    begin = time.monotonic()
-    for _ in range(options.steps):
-        pair()
-    tell(us=(time.monotonic() - begin) / options.steps * 1e6)
+    crews.answer("pair", pair)
 
 
 def copy(options: argparse.Namespace) -> None:

@@ -4,31 +4,13 @@ program of `triton-8-pointers` then prints one for every order."""
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import sys
 import time
 from collections.abc import Callable
-from typing import Any
+
+import crews
+from crews import tell
 
 MIB = 1 << 20
-
-
-def tell(**values: Any) -> None:
-    """One line of JSON on standard output."""
-    print(json.dumps(values), flush=True)
-
-
-def batches_us(launch: Callable[[], object], settle: Callable[[], object], batches: int, launches: int = 64) -> list[float]:
-    """µs of one launch call, by batch; each is far shorter than the driver's queue."""
-    found = []
-    for _ in range(batches):
-        begin = time.perf_counter()
-        for _ in range(launches):
-            launch()
-        found.append((time.perf_counter() - begin) / launches * 1e6)
-        settle()
-    return found
 
 
 def triton_8_pointers(_: argparse.Namespace) -> None:
@@ -52,11 +34,7 @@ def triton_8_pointers(_: argparse.Namespace) -> None:
     torch.cuda.synchronize()
     if not bool((out == 21.0).all()):
         raise SystemExit("the sum is wrong")
-    batches_us(launch, torch.cuda.synchronize, 50)
-    gc.disable()
-    tell(ready=True)
-    for line in sys.stdin:
-        tell(batches={"launch": batches_us(launch, torch.cuda.synchronize, json.loads(line)["batches"])})
+    crews.answer("launch", launch, torch.cuda.synchronize)
 
 
 def allocations(make: Callable[[int, int], object], settle: Callable[[], object]) -> float:

@@ -1,7 +1,14 @@
 """Tests of the memory benchmark's own logic; no GPU needed."""
 
+import argparse
+import os
+import sys
+import tempfile
 import unittest
+from pathlib import Path
+from unittest import mock
 
+import common
 import memory
 from common import BenchError
 
@@ -21,6 +28,23 @@ class Values(unittest.TestCase):
         for part, (cases, modes) in memory.QUICK.items():
             self.assertLessEqual(set(cases), set(memory.PARTS[part][0]))
             self.assertLessEqual(set(modes), set(memory.PARTS[part][1]))
+
+    def test_allocations_are_measured_in_turns_with_intervals(self) -> None:
+        program = [sys.executable, "-c", "import crews; crews.answer('pair', lambda: None)"]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(os.environ, PYTHONPATH=str(common.BENCH)),
+            mock.patch.object(common, "device_and_driver", return_value=("X", "1")),
+            mock.patch.object(memory, "script", lambda *_: program),
+            mock.patch.object(memory, "Gpumux", common.Mode),
+            mock.patch.object(memory, "CREWS", 1),
+        ):
+            results = common.Results("alloc", Path(folder), *memory.PARTS["alloc"])
+            memory.alloc(results, ["driver-2MiB"], ["alone", "gpumux"], Path(folder), argparse.Namespace(quick=True))
+        self.assertEqual(results.failed, [])
+        plain, managed = results.data["rows"]
+        self.assertEqual((set(plain["values"]), set(managed["values"])), ({"pair_us", "pair_noise_us"}, {"pair_us", "pair_added_us"}))
+        self.assertEqual(set(managed["interval"]), set(managed["values"]))
 
     def test_losses_must_be_the_same_to_the_bit(self) -> None:
         memory.same([["0x1p+0", "0x1p+1"]] * 3)
