@@ -549,8 +549,9 @@ class Worker:
 
     def _listen(self) -> None:
         assert self.process.stdout
-        for line in self.process.stdout:
-            self.lines.put(line)
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.put(line)
         self.lines.put(None)
 
     def send(self, **order: Any) -> None:

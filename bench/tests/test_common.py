@@ -157,7 +157,6 @@ class WithWorker(Quiet):
         worker = common.Worker(
             "child", [], mode or common.Mode("alone", self.folder), klass, [sys.executable, "-c", CHILD]
         )
-        self.addCleanup(worker.process.stdout.close)
         self.addCleanup(worker.close)
         self.assertEqual(worker.reply(60), {"ready": True})
         return worker
@@ -193,9 +192,7 @@ class Workers(WithWorker):
         original = common.Worker
 
         def fake(name: str, arguments: list[str], mode: common.Mode, klass: str, program: object) -> common.Worker:
-            worker = original(name, arguments, mode, klass, [sys.executable, "-c", CHILD])
-            self.addCleanup(worker.process.stdout.close)
-            return worker
+            return original(name, arguments, mode, klass, [sys.executable, "-c", CHILD])
 
         with mock.patch.object(common, "Worker", fake), common.Crew(common.Mode("alone", self.folder)) as crew:
             crew.have({"a": ([], "latency"), "b": ([], "batch")})
