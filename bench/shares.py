@@ -6,7 +6,7 @@ these guarantees), `2batch`, `3batch`, `4batch`, `latency+4batch` (a periodic la
 `saturating` (a latency tenant that never stops, guaranteed 0.5, beside two batch tenants with 0.3 and 0.2),
 `one-leaves` (of two batch tenants one ends half way).
 
-Values: `total_rel` (work done by all, relative to one program alone), `share_N` (of the work done),
+Values: `total_rel` (work done by all, relative to one program alone), `share_N` (of the work done; in results up to commit e179d3db both with the first second),
 `worst_window_error` (largest difference of a share from its guarantee, or from equal shares, in any window of one second),
 `rest_rel` (`one-leaves`: rate of the one that stays, relative to alone), `latency_p50_us`, `latency_p99_us` (from when a request is due; in results up to commit cb64feb6: from when it is submitted),
 `daemon_cpu` (with gpumux: the part of one CPU that the daemon takes meanwhile).
@@ -148,18 +148,15 @@ def evaluate(programs: Sequence[Program], found: Sequence[dict[str, Any]], solo:
         # The second in which the other one ended belongs to neither half.
         rest = stays[len(stays) // 2 + 1 :]
         return values | {"rest_rel": sum(rest) / len(rest) / solo}
-    counts = [report["per_second"] for _, report in steady]
+    # All start within the first second.
+    counts = [report["per_second"][1:] for _, report in steady]
     total = [sum(window) for window in zip(*counts)]
     values["total_rel"] = sum(total) / len(total) / solo
     shares = [sum(own) / sum(total) for own in counts]
     values |= {f"share_{number + 1}": share for number, share in enumerate(shares)}
     # Beside a saturating latency tenant the others get at least their guarantee, not exactly it.
     promised = [program.guaranteed or 1 / len(steady) for program, _ in steady]
-    values["worst_window_error"] = max(
-        abs(own[at] / total[at] - promise)
-        for own, promise in zip(counts, promised)
-        for at in range(1, len(total))  # all start within the first
-    )
+    values["worst_window_error"] = max(abs(mine / every - promise) for own, promise in zip(counts, promised) for mine, every in zip(own, total))
     return values
 
 
