@@ -8,7 +8,7 @@ granule: `commit_us`, `decommit_us` (64 at once), `one_commit_us`, `one_decommit
 `guarantee`: a borrower has all of the device that it can get, and a tenant with a guarantee of `--guarantee` wants that. Cases: the borrower's pages
 are `free`, `cached` or `in-use` (in the first two, 1 GiB is in use). Modes, what the borrower does: `cooperates` (waits for requests), `locked` (a thread
 holds Python's lock), `frozen` (both work without a pause, the borrower in class batch, the other in class latency), `dead` (killed; from then on). Values:
-`ms` (until the guarantee is there; median of the rounds), `max_ms`, `first_ms` (the first move to the host also makes host memory), `holder_gib`,
+`ms` (until the guarantee is there; median of the rounds), `max_ms`, `first_ms` (of the first round; a borrower's first move to the host also makes host memory; in results up to commit e179d3db, of a case's first row in all), `holder_gib`,
 `verified_gib` (bytes in use of the borrower that were compared afterwards), `wrong` pages of both, `taken` granules, `moves`.
 
 `random`: two pools at which pages are taken into use, freed, made a cache and looked for again at random, while each gets what the other has. Values: `takes` (granules
@@ -110,12 +110,9 @@ def guarantee(results: Results, cases: Sequence[str], modes: Sequence[str], logs
             promise = ["--class", "latency", "--memory-guaranteed", str(size + size // 16 + 64 * MIB)]
             owner = stack.enter_context(pool(mode, "owner", worker(size, options, "--salt", "3"), *promise))
             borrower = stack.enter_context(pool(mode, "borrower", worker(total // 100 * 95, options, "--salt", "5"), "--class", "batch"))
-            first = None
             for condition in modes:
                 with cell(results, f"{what}, {condition}", logs):
-                    found = one(mode, owner, borrower, case, condition, options)
-                    first = found["first_ms"] if first is None else first
-                    results.add(case, condition, found | {"first_ms": first})
+                    results.add(case, condition, one(mode, owner, borrower, case, condition, options))
 
 
 def one(mode: Gpumux, owner: Worker, borrower: Worker, case: str, condition: str, options: argparse.Namespace) -> dict[str, float]:

@@ -1,6 +1,8 @@
 """Tests of the elastic memory benchmark's own logic; no GPU needed."""
 
+import contextlib
 import unittest
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,6 +26,17 @@ class Cases(unittest.TestCase):
         for gpus, modes in (1, ["1"]), (2, ["1", "2"]):
             with mock.patch.object(kv, "Nvml", lambda gpus=gpus: SimpleNamespace(count=lambda: gpus)):
                 self.assertEqual(kv.usual("ranks")[1], modes)
+
+    def test_first_round_of_a_row_is_its_own(self) -> None:
+        nothing = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
+        rows, options = mock.Mock(), SimpleNamespace(guarantee="1GiB", no_torch=True, page=1)
+        with contextlib.ExitStack() as stack:
+            for name in ("cell", "Gpumux", "pool"):
+                stack.enter_context(mock.patch.object(kv, name, nothing))
+            stack.enter_context(mock.patch.object(kv, "Nvml", lambda: SimpleNamespace(memory=lambda: SimpleNamespace(total=100))))
+            stack.enter_context(mock.patch.object(kv, "one", mock.Mock(side_effect=[{"first_ms": 9.0}, {"first_ms": 4.0}])))
+            kv.guarantee(rows, ["free"], ["cooperates", "locked"], Path(), options)  # type: ignore[arg-type]
+        self.assertEqual([it.args[2]["first_ms"] for it in rows.add.call_args_list], [9.0, 4.0])
 
     def test_answer_of_fill_has_what_the_benchmark_asks_for(self) -> None:
         left = [1, 1, 1, 0]
