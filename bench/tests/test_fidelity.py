@@ -16,7 +16,8 @@ import plot
 # What a test executable does: results, a skipped test, timings, and a test that does not end.
 FAKE = """
 import os, sys, time
-print("running 3 tests")
+time.sleep(1)  # as cargo builds
+print("running 3 tests", flush=True)
 print("test cuda::a ... ok", flush=True)
 print("test cuda::b ... ", end="", flush=True)
 print("SKIPPED: no compiler", file=sys.stderr, flush=True)
@@ -48,6 +49,7 @@ class Fidelity(unittest.TestCase):
             rows, ended = fidelity.run_tests([sys.executable, "-c", FAKE], {}, Path(folder, "log"), begin + 5)
             self.assertLess(time.monotonic() - begin, 30)
         self.assertFalse(ended)
+        self.assertLess(rows[0]["values"]["seconds"], 0.9)
         found = {row["mode"]: (row["values"]["ok"], row["values"]["skipped"]) for row in rows}
         self.assertEqual(found, {"cuda::a": (1, 0), "cuda::b": (0, 1), "cuda::c": (0, 0)})
 
