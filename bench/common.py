@@ -634,7 +634,8 @@ class Crew:
         try:
             for name in new:
                 self.workers[name].reply(max(1.0, READY_S - (time.monotonic() - begin)))
-            self.mode.check(list(wanted))
+            if wanted:
+                self.mode.check(list(wanted))
         except BaseException:
             self.close(*new)
             raise

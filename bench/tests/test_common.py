@@ -217,6 +217,10 @@ class Workers(WithWorker):
             os.kill(pid, 0)
 
 
+    def test_mode_without_programs_is_not_checked(self) -> None:
+        with mock.patch.object(common.Mps, "_ask", lambda *_: mock.Mock(stdout="")):  # no server, before its first client
+            common.Crew(common.Mps("mps", self.folder)).have({})
+
     def test_workers_of_a_round_have_processors_of_their_own(self) -> None:
         children: list[subprocess.Popen[bytes]] = []
         for _ in "ab":
