@@ -89,11 +89,10 @@ def answer(name: str, call: Callable[[], object], settle: Callable[[], object] =
         tell(batches={name: batches(json.loads(line)["batches"])})
 
 
-def on_cores(number: int, command: Sequence[str]) -> list[str]:
-    """The command of a crew's program on two cores, which no other crew has if there are enough."""
-    cores = sorted(os.sched_getaffinity(0))
-    chosen = {cores[(2 * number + n) % len(cores)] for n in range(2)}
-    return ["taskset", "-c", ",".join(map(str, sorted(chosen))), *command]
+def cores(number: int) -> str:
+    """Two cores of a crew, which no other one has if there are enough."""
+    every = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, sorted({every[(2 * number + n) % len(every)] for n in range(2)})))
 
 
 def measure(
@@ -111,7 +110,7 @@ def measure(
             crew = {}
             for member in CREW:
                 mode = managed if member == MANAGED else plain
-                worker = Worker(f"{name}-{number}-{member}", [], mode, program=on_cores(number, command) if pinned else command)
+                worker = Worker(f"{name}-{number}-{member}", [], mode, program=[*(["taskset", "-c", cores(number)] if pinned else []), *command])
                 stack.callback(worker.close, 2.0)
                 crew[member] = worker
             started.append(crew)

@@ -98,7 +98,7 @@ def loop(
 
 def eager(number: int) -> list[str]:
     """Arguments of the `number`th pair's processes, which share two cores. Two equal ones differ by percents, so there are several."""
-    return ["serve", "--model", "resnet50", "--cores", f"{2 * number},{2 * number + 1}"]
+    return ["serve", "--model", "resnet50", "--cores", crews.cores(number)]
 
 
 def launch(results: Results, plain: Mode, managed: Mode, rounds: int, seconds: float) -> None:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import common
 import crews
+import overhead
 
 
 def crew(plain: float, again: float, managed: float, rounds: int = 5) -> dict[str, list[crews.Batches]]:
@@ -37,6 +38,7 @@ class Turns(unittest.TestCase):
         self.assertEqual(first[1], crews.MANAGED)
 
     def test_crews_have_cores_of_their_own(self) -> None:
-        with mock.patch("os.sched_getaffinity", return_value=set(range(8))):
-            cores = [crews.on_cores(n, ["true"])[2] for n in range(4)]
-        self.assertEqual(cores, ["0,1", "2,3", "4,5", "6,7"])
+        with mock.patch("os.sched_getaffinity", return_value=set(range(8, 16))):
+            cores = [crews.cores(n) for n in range(4)]
+            self.assertEqual([overhead.eager(n)[-1] for n in range(4)], cores)
+        self.assertEqual(cores, ["8,9", "10,11", "12,13", "14,15"])
