@@ -237,14 +237,18 @@ def together(results: Results, cases: Sequence[str], modes: Sequence[str], logs:
                     results.add(case, name, worst | {"rounds": len(each_mode[name])})
 
 
-def excess(api: Api, nvml: Nvml) -> int:
-    """Bytes that gpumux counts beyond what NVML reports: the median of ten looks, since the job allocates meanwhile."""
+def typical(api: Api, of: Callable[[dict[str, Any]], int]) -> int:
+    """A value of the device's memory: the median of ten looks, since jobs allocate and move meanwhile."""
     looks = []
     for _ in range(10):
-        device = api.memory()
-        looks.append(device["total"] - device["free"] - nvml.memory().used)
+        looks.append(of(api.memory()))
         time.sleep(0.1)
     return int(statistics.median(looks))
+
+
+def excess(api: Api, nvml: Nvml) -> int:
+    """Bytes that gpumux counts beyond what NVML reports."""
+    return typical(api, lambda device: device["total"] - device["free"] - nvml.memory().used)
 
 
 def restart(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
@@ -326,8 +330,7 @@ def guaranteed(case: str, name: str, logs: Path, options: argparse.Namespace) ->
 
 def lacking(api: Api) -> int:
     """Bytes that all tenants have, on the device and the host, beyond what the device has room for."""
-    device = api.memory()
-    return sum(it["in_use"] + it["swapped"] for it in device["tenants"]) - (device["total"] - device["occupied"])
+    return typical(api, lambda device: sum(it["in_use"] + it["swapped"] for it in device["tenants"]) - (device["total"] - device["occupied"]))
 
 
 def arena(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import random
 import unittest
 from types import SimpleNamespace
+from unittest import mock
 
 import residency
 import residency_worker
@@ -24,6 +25,12 @@ class Cases(unittest.TestCase):
         self.assertEqual(residency.pieces(614 << 20), 2 << 20)
         self.assertEqual(residency.pieces(1 << 20), 2 << 20)
         self.assertEqual(residency.pieces(84 << 30), 336 << 20)
+
+    def test_one_odd_look_at_the_device_does_not_count(self) -> None:
+        occupied = [70, 10, 10, 10, 10, 10, 10, 10, 10, 10]
+        api = SimpleNamespace(memory=lambda: {"total": 100, "occupied": occupied.pop(0), "tenants": [{"in_use": 80, "swapped": 20}]})
+        with mock.patch.object(residency.time, "sleep", lambda _: None):
+            self.assertEqual(residency.lacking(api), 10)  # type: ignore[arg-type]
 
     def test_same_seed_kills_the_same_at_the_same_time(self) -> None:
         jobs = SimpleNamespace(workers={"a": None, "b": None})
