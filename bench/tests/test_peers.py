@@ -80,6 +80,12 @@ class Compare(unittest.TestCase):
         self.assertEqual(self.cells["two", "mps"], {"crew": "mps", "ran": b, "is": ("two", "mps", 7)})
         self.assertEqual(self.plan.least, {"one": rounds.LEAST, "two": rounds.LEAST})
 
+    def test_programs_alone_have_the_settings_of_their_mode(self) -> None:
+        settled = mock.Mock()
+        with mock.patch.object(peers, "settle", settled):
+            peers.compare(mock.Mock(), ["one"], {"gpumux-alone": "gpumux"}, lambda *_: {}, lambda *_: {}, self.out, 60, 5)
+        self.assertEqual(settled.call_args.args[1:], peers.SETTINGS["gpumux"])
+
     def test_mode_that_cannot_run_is_left_out_and_named(self) -> None:
         self.compare({"one": {"gone": ([], "batch")}}, least=1)
         self.assertEqual(self.plan.modes, ["alone", "time-slicing"])
