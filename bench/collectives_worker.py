@@ -79,26 +79,21 @@ class Rank:
         self.rank, self.world = options.rank, options.ranks
         self.board = Board(options.board)
         self.board.note(self.rank, PID, os.getpid())
-        if options.cpu:
-            self.device = torch.device("cpu")
-            dist.init_process_group("gloo", init_method=f"file://{options.store}", rank=self.rank, world_size=self.world)
-        else:
-            local = os.environ.get("LOCAL_RANK")
-            self.device = torch.device("cuda", self.rank % torch.cuda.device_count() if local is None else int(local))
-            torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl", init_method=f"file://{options.store}", rank=self.rank, world_size=self.world)
-            print(f"rank {self.rank} of {self.world} on {self.device}, NCCL {torch.cuda.nccl.version()}", file=sys.stderr, flush=True)
-        # Eight layers are 1 GiB of weights; a dry run on the CPU is small.
-        self.width, self.batch, self.layers = (64, 32, 2) if options.cpu else (8192, 4096, 8)
-        self.kind = torch.float32 if options.cpu else torch.bfloat16
+        local = os.environ.get("LOCAL_RANK")
+        self.device = torch.device("cuda", self.rank % torch.cuda.device_count() if local is None else int(local))
+        torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl", init_method=f"file://{options.store}", rank=self.rank, world_size=self.world)
+        print(f"rank {self.rank} of {self.world} on {self.device}, NCCL {torch.cuda.nccl.version()}", file=sys.stderr, flush=True)
+        # Eight layers are 1 GiB of weights.
+        self.width, self.batch, self.layers = 8192, 4096, 8
         self.rng = random.Random(self.rank)
         self.made: dict[str, Any] = {}
 
-    def tensor(self, name: str, *shape: int, kind: Any = None) -> Any:
+    def tensor(self, name: str, *shape: int) -> Any:
         """A tensor of this name, made when it is first needed. Values stay finite, however often layers are applied."""
         if name not in self.made:
             made = self.torch.randn(shape, device=self.device, dtype=self.torch.float32) / self.width**0.5
-            self.made[name] = made.to(kind or self.kind)
+            self.made[name] = made.to(self.torch.bfloat16)
         return self.made[name]
 
     def weights(self) -> list[Any]:
@@ -163,7 +158,7 @@ class Rank:
         for part in range(4):
             time.sleep(self.rng.uniform(0, 0.008))
             self.torch.matmul(self.input(), self.weights()[0])
-            self.compare(16 * MIB if self.device.type == "cuda" else 1024, part)
+            self.compare(16 * MIB, part)
 
     def compare(self, length: int, salt: int) -> None:
         """A sum over all ranks of numbers that are known: every word is compared."""
@@ -187,7 +182,7 @@ class Rank:
         torch = self.torch
         if "net" not in self.made:
             torch.manual_seed(1)
-            rows, hidden = (8192, 4096) if self.device.type == "cuda" else (32, 64)
+            rows, hidden = 8192, 4096
             layers = [torch.nn.Linear(1024, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1)]
             net = torch.nn.Sequential(*layers).to(self.device)
             data = torch.randn(rows, 1024), torch.randn(rows, 1)
@@ -210,9 +205,8 @@ class Rank:
         """One step: the pattern, and a sum that is compared."""
         self.board.note(self.rank, INSIDE, int(pattern != "storm"))
         {"tensor": self.tensor_parallel, "all-to-all": self.all_to_all}.get(pattern, getattr(self, pattern, self.ddp))()
-        self.compare(MIB if self.device.type == "cuda" else 1024, 5)
-        if self.device.type == "cuda":
-            self.torch.cuda.synchronize()
+        self.compare(MIB, 5)
+        self.torch.cuda.synchronize()
 
     def run(self) -> None:
         """Makes steps for as long as rank 0 grants them."""
@@ -287,7 +281,6 @@ class Job:
                 self.board.note(rank, word, 0)
         store = self.folder / f"store-{words[GENERATION]}"
         command = [sys.executable, __file__, "rank", "--board", self.options.board, "--ranks", str(count), "--store", str(store)]
-        command += ["--cpu"] if self.options.cpu else []
         start = lambda rank: subprocess.Popen([*command, "--rank", str(rank)], env=self.environment(rank), stdin=subprocess.DEVNULL)  # noqa: E731
         self.ranks = [start(rank) for rank in range(count)]
 
@@ -438,7 +431,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = roles.add_parser(role)
         made.add_argument("--board", required=True)
         made.add_argument("--ranks", type=int, default=2)
-        made.add_argument("--cpu", action="store_true", help="no GPU: small tensors, gloo")
         made.add_argument("--nccl", default="", help="job: this NCCL in place of PyTorch's, with several ranks on a GPU")
         made.add_argument("--local-rank", action="store_true", help="job: ranks have LOCAL_RANK, as torchrun's have, and nothing else is set for NCCL")
         made.add_argument("--rank", type=int, default=0)

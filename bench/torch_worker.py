@@ -234,13 +234,14 @@ class Stepping:
 class Parallel(Stepping):
     """Layers that are split over all devices, with a sum over them after each, as in tensor parallelism."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, _: argparse.Namespace) -> None:
         def on_each(*shape: int) -> list[torch.Tensor]:
             devices = range(torch.cuda.device_count())
             return [torch.randn(shape, device=device, dtype=torch.bfloat16) for device in devices]
 
-        self.layers = [on_each(options.width, options.width) for _ in range(options.layers)]
-        self.input, self.sums = on_each(options.batch, options.width), on_each(options.batch, options.width)
+        width, batch = 8192, 4096
+        self.layers = [on_each(width, width) for _ in range(16)]
+        self.input, self.sums = on_each(batch, width), on_each(batch, width)
         for _ in range(5):
             self.step()
 
@@ -261,7 +262,7 @@ class Training(Stepping):
         network = getattr(models.torchvision.models, options.model)()
         self.network = network.cuda().to(memory_format=torch.channels_last)
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01)
-        images = torch.randn(options.batch, 3, options.side, options.side)
+        images = torch.randn(options.batch, 3, 224, 224)
         self.images = images.cuda().to(memory_format=torch.channels_last)
         self.labels = torch.randint(0, 1000, (options.batch,)).cuda()
         for _ in range(5):
@@ -340,13 +341,8 @@ def main() -> None:
     many.add_argument("tasks", nargs="+", metavar="NAME=MODEL=high|low")
     many.add_argument("--green", type=float, help="part of the SMs of a green context for low priority; the rest for high")
     train = roles.add_parser("train")
-    parallel = roles.add_parser("parallel")
-    parallel.add_argument("--width", type=int, default=8192)
-    parallel.add_argument("--batch", type=int, default=4096)
-    parallel.add_argument("--layers", type=int, default=16)
-    for kernel in ("triad", "gemv", "gemm"):
-        roles.add_parser(kernel)
-    roles.add_parser("shapes")
+    for role in ("parallel", "triad", "gemv", "gemm", "shapes"):
+        roles.add_parser(role)
     tokens = roles.add_parser("generate")
     pair = roles.add_parser("pair")
     for one in (tokens, pair):
@@ -356,7 +352,6 @@ def main() -> None:
     for one in (train, pair):
         one.add_argument("--model", default="resnet152")
         one.add_argument("--batch", type=int, default=128)
-        one.add_argument("--side", type=int, default=224)
         one.add_argument("--device", type=int, default=0)
     options = parser.parse_args()
 
