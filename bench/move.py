@@ -176,7 +176,7 @@ def count(file: Path) -> int:
 def started(mode: Gpumux, case: str, file: Path, steps: int, options: argparse.Namespace, logs: Path) -> Iterator[subprocess.Popen[Any]]:
     """The case's program as a tenant that sees both GPUs."""
     own = [sys.executable, __file__, "--be", case, "--file", str(file), "--steps", str(steps), "--gib", str(options.gib)]
-    command = mode.command(own, case, None, ["--gpu", "0,1"])
+    command = mode.command(own, case, None, ["--gpu", common.visible(2)])
     program = mode.start(command, logs / f"{case}-{steps}.log", stdin=subprocess.PIPE)
     try:
         yield program
@@ -186,7 +186,7 @@ def started(mode: Gpumux, case: str, file: Path, steps: int, options: argparse.N
 
 def moved(mode: Gpumux, tenant: str, gpu: int) -> dict[str, float]:
     """One move."""
-    asked = mode.ask("move", tenant, "--gpu", str(gpu), "--json", timeout=330)
+    asked = mode.ask("move", tenant, "--gpu", common.visible(2).split(",")[gpu], "--json", timeout=330)
     if asked.returncode != 0:
         raise BenchError(asked.stderr.strip())
     return {name: value for name, value in json.loads(asked.stdout).items() if isinstance(value, float)}
