@@ -220,6 +220,41 @@ fn copies_predict_work() {
     assert_eq!(hints(&tenant, "given"), 0, "{tenant:#}");
 }
 
+/// A program that waits, submits a little and waits again, as a language model for each token: the device is kept from one wait to the next, and
+/// not while nothing follows.
+#[test]
+fn device_is_kept_from_one_wait_to_the_next() {
+    const PROGRAM: &str = r#"
+import time
+use_device()
+address, word = ctypes.c_uint64(), ctypes.c_uint32()
+call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(1 << 20))
+def work(times):
+    for _ in range(times):
+        call("cuMemsetD8Async", address, 7, ctypes.c_size_t(1 << 20), None)
+while True:
+    time.sleep(0.005)
+    work(40)
+    call("cuMemcpyDtoHAsync_v2", ctypes.byref(word), address, ctypes.c_size_t(4), None)
+    call("cuStreamSynchronize", None)
+    work(2)
+    call("cuStreamSynchronize", None)
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let _batch = batch(&node);
+    let _auto = Process::start(&mut node.tenant("--class latency --name auto", &program));
+    let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 50);
+    assert!(hints(&tenant, "wasted") <= 10, "{tenant:#}");
+    let manual = "--class latency --hints manual --name manual";
+    let _manual = Process::start(&mut node.tenant(manual, &program));
+    let busy = |tenant: &Value| tenant["domains"][0]["runnable_us"].as_u64() > Some(100_000);
+    let tenant = node.wait_tenant("manual", busy);
+    assert_eq!(hints(&tenant, "given"), 0, "{tenant:#}");
+}
+
 /// A context that goes takes long, and the device must not be taken there meanwhile.
 #[test]
 fn hints_reach_programs_that_end() {

@@ -417,7 +417,7 @@ hooks! {
     [cuMemcpy_ptds] cuMemcpy(to: CUdeviceptr, from: CUdeviceptr, bytes: usize) (real, own) => work::input(Call::Copy, bytes, || work::between(ptr::null_mut(), own, (to, from, bytes), real));
 
     // What goes over the link between host and device.
-    [cuMemcpyDtoHAsync_v2_ptsz] cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) (real, own) => work::to_host(stream, own, bytes, || work::copy(stream, own, real));
+    [cuMemcpyDtoHAsync_v2_ptsz] cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) (real, own) => work::read(stream, own, bytes, real);
     [cuMemcpy2D_v2_ptds] cuMemcpy2D_v2(shape: *const Plane) (real, own) => unsafe { work::shaped(ptr::null_mut(), own, shape, real) };
     [cuMemcpy2DUnaligned_v2_ptds] cuMemcpy2DUnaligned_v2(shape: *const Plane) (real, own) => unsafe { work::shaped(ptr::null_mut(), own, shape, real) };
     [cuMemcpy2DAsync_v2_ptsz] cuMemcpy2DAsync_v2(shape: *const Plane, stream: CUstream) (real, own) => unsafe { work::shaped(stream, own, shape, real) };
@@ -442,17 +442,17 @@ hooks! {
     [cuStreamAddCallback_ptsz] cuStreamAddCallback(stream: CUstream, function_: *mut c_void, data: *mut c_void, flags: c_uint) (real, _own) => work::call_back(real);
 
     // What tells that work is done.
-    [cuStreamSynchronize_ptsz] cuStreamSynchronize(stream: CUstream) (real, own) => work::observe_stream(stream, own, || gate::after(real));
-    [cuStreamQuery_ptsz] cuStreamQuery(stream: CUstream) (real, own) => work::observe_stream(stream, own, real);
-    [cuMemcpyDtoH_v2_ptds] cuMemcpyDtoH_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize) (real, own) => work::to_host(ptr::null_mut(), own, bytes, || work::observe_stream(ptr::null_mut(), own, || gate::through(real)));
+    [cuStreamSynchronize_ptsz] cuStreamSynchronize(stream: CUstream) (real, own) => work::wait_stream(stream, own, || gate::after(real));
+    [cuStreamQuery_ptsz] cuStreamQuery(stream: CUstream) (real, own) => work::ask_stream(stream, own, real);
+    [cuMemcpyDtoH_v2_ptds] cuMemcpyDtoH_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize) (real, own) => work::to_host(ptr::null_mut(), own, bytes, || work::wait_stream(ptr::null_mut(), own, || gate::through(real)));
     cuCtxSynchronize() (real) => work::observe_context(ptr::null_mut(), || gate::after(real));
     cuCtxSynchronize_v2(context: CUcontext) (real) => work::observe_context(context, || gate::after(real));
     [cuEventRecord_ptsz] cuEventRecord(event: CUevent, stream: CUstream) (real, own) => work::record(event, stream, own, real);
     [cuEventRecordWithFlags_ptsz] cuEventRecordWithFlags(event: CUevent, stream: CUstream, flags: c_uint) (real, own) => work::record(event, stream, own, real);
     cuCtxRecordEvent(context: CUcontext, event: CUevent) (real) => work::record_all(event, real);
     cuGreenCtxRecordEvent(context: CUcontext, event: CUevent) (real) => work::record_all(event, real);
-    cuEventSynchronize(event: CUevent) (real) => work::observe_event(event, || gate::after(real));
-    cuEventQuery(event: CUevent) (real) => work::observe_event(event, real);
+    cuEventSynchronize(event: CUevent) (real) => work::wait_event(event, || gate::after(real));
+    cuEventQuery(event: CUevent) (real) => work::ask_event(event, real);
     cuEventDestroy(event: CUevent) (real) => work::destroy_event(event, real);
     cuEventDestroy_v2(event: CUevent) (real) => work::destroy_event(event, real);
 

@@ -37,7 +37,7 @@ pub(crate) use self::{
         context_of, create_context, destroy_context, detach_context, group_gone, group_made,
         is_destroyed, is_there, primary_context, release_primary, take_remade,
     },
-    events::{destroy_event, observe_event, record, record_all},
+    events::{ask_event, destroy_event, record, record_all, wait_event},
     poller::{guard_exit, start_poller},
     streams::{has_failed, is_fatal},
 };
@@ -234,6 +234,17 @@ pub(crate) fn to_host(
     transfer(stream, own, [copied].into_iter(), call)
 }
 
+/// The program copies so many bytes to the host once its work is done, and may wait for that.
+#[inline]
+pub(crate) fn read(
+    stream: CUstream,
+    own: bool,
+    bytes: usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    hold::read(|| to_host(stream, own, bytes, || copy(stream, own, real)))
+}
+
 /// The program makes copies that either engine may do.
 #[inline]
 pub(crate) fn copies(
@@ -374,13 +385,22 @@ pub(crate) fn input(call: Call, bytes: usize, real: impl FnOnce() -> CUresult) -
     real()
 }
 
-/// The program asks or waits for a stream; success means that it is idle.
-pub(crate) fn observe_stream(
+/// The program asks for a stream; success means that it is idle.
+pub(crate) fn ask_stream(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
+    hold::submitted();
+    observe_stream(stream, own, real)
+}
+
+/// The program waits for a stream.
+pub(crate) fn wait_stream(
     stream: CUstream,
     own: bool,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    hold::submitted();
+    hold::wait(|| observe_stream(stream, own, real))
+}
+
+fn observe_stream(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
     let seen = page()
         .and_then(|_| Key::new(stream, own))
         .and_then(Key::find)
@@ -610,10 +630,10 @@ mod tests {
         copied(stream, false, SUCCESS);
         record(event, stream, false, || SUCCESS);
         copied(stream, false, SUCCESS);
-        observe_event(event, || SUCCESS);
+        ask_event(event, || SUCCESS);
         assert!(state.has_copies());
         record(event, stream, false, || SUCCESS);
-        observe_event(event, || SUCCESS);
+        ask_event(event, || SUCCESS);
         assert!(!state.has_copies());
     }
 }

@@ -99,9 +99,18 @@ pub(crate) fn record_all(event: CUevent, real: impl FnOnce() -> CUresult) -> CUr
     destroy_event(event, real)
 }
 
-/// The program asks or waits for an event.
-pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
+/// The program asks for an event.
+pub(crate) fn ask_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
     hold::submitted();
+    observe_event(event, real)
+}
+
+/// The program waits for an event.
+pub(crate) fn wait_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
+    hold::wait(|| observe_event(event, real))
+}
+
+fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
     let mark = page().and_then(|_| Mark::of(event).get(event));
     let result = real();
     note(result);

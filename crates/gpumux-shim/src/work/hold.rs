@@ -10,7 +10,10 @@
 //! behind the work. It also ends by its own time-out on the device's clock, at the daemon's word, when the program
 //! waits for the whole context without work, and at exit. Host and kernel speak through words of host memory.
 //!
-//! Holds happen where the daemon reports that they may pay ([`set_policy`]), never during a stream capture, and only
+//! A hold may also last from one wait to the next, where a program submits only a little between the two: then it begins while the device still
+//! works for the first.
+//!
+//! Holds happen where the daemon reports that they may pay ([`set_policy`]), never during a stream capture, and but for those only
 //! while the context has no work.
 
 use std::{
@@ -130,6 +133,9 @@ struct State {
     pending: Option<(Site, u64, Option<f32>)>,
     /// The same once its work is launched.
     running: Option<(Site, u64, bool)>,
+    /// The last wait and when it ended, with the time-out of a hold that lasts until the next. How many pieces the program had submitted by then.
+    waited: Option<(Site, u64, Option<f32>)>,
+    upto: u64,
     lessons: Lessons,
 }
 
@@ -149,6 +155,8 @@ const NOTHING: State = State {
     open: false,
     pending: None,
     running: None,
+    waited: None,
+    upto: 0,
     lessons: Lessons::new(),
 };
 
@@ -435,12 +443,16 @@ pub(crate) fn may_pay() -> bool {
     CONTENDED.load(Ordering::Acquire) != 0
 }
 
-/// Whether a hold in this place may gain anything now.
-fn wanted(place: &Place) -> bool {
+/// Whether others compete with this place, and nothing forbids a hold.
+fn contended(place: &Place) -> bool {
     place.slots.load(Ordering::Relaxed) & CONTENDED.load(Ordering::Acquire) != 0
         && !EXITING.load(Ordering::Acquire)
         && !is_capturing_anywhere()
-        && is_idle(place)
+}
+
+/// Whether a hold in this place may gain anything now.
+fn wanted(place: &Place) -> bool {
+    contended(place) && is_idle(place)
 }
 
 /// Takes the device, unless the program's memory is not there.
@@ -481,17 +493,20 @@ fn hold_inside(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
     }
     state.open = true;
     count(place, |counts| counts.given = 1);
-    bits(place.slots.load(Ordering::Relaxed))
-        .filter_map(|slot| page()?.slot(slot))
-        .for_each(Slot::comes);
+    if is_idle(place) {
+        slots(place).for_each(Slot::comes);
+    }
     Hinted::Held
+}
+
+fn slots(place: &Place) -> impl Iterator<Item = &'static Slot> {
+    bits(place.slots.load(Ordering::Relaxed)).filter_map(|slot| page()?.slot(slot))
 }
 
 fn count(place: &Place, set: impl FnOnce(&mut HintCounts)) {
     let mut counts = HintCounts::default();
     set(&mut counts);
-    let slot = bits(place.slots.load(Ordering::Relaxed)).next();
-    if let Some(slot) = slot.and_then(|slot| page()?.slot(slot)) {
+    if let Some(slot) = slots(place).next() {
         slot.count_hints(counts);
     }
 }
@@ -554,6 +569,100 @@ fn watch(site: Site) {
     let held = timeout.filter(|timeout| hold(index, &mut state, *timeout) == Hinted::Held);
     state.pending = Some((site, now, held));
     ARMED.fetch_or(1 << index, Ordering::AcqRel);
+}
+
+/// The program waits for what it has submitted. Where a little more and another wait will follow soon, it keeps the device until then.
+#[inline]
+pub(crate) fn wait(real: impl FnOnce() -> CUresult) -> CUresult {
+    kept(true, real)
+}
+
+/// The program reads what it has computed: that is a wait, or the last call before one.
+#[inline]
+pub(crate) fn read(real: impl FnOnce() -> CUresult) -> CUresult {
+    kept(false, real)
+}
+
+/// Whether the program is known to have submitted all that it had.
+#[inline]
+fn kept(has_submitted: bool, real: impl FnOnce() -> CUresult) -> CUresult {
+    let waiting = match AUTOMATIC.load(Ordering::Relaxed) {
+        true => catch_unwind(begin_wait).ok().flatten(),
+        false => None,
+    };
+    if has_submitted && waiting.is_none_or(|it| it.held.is_none()) {
+        submitted();
+    }
+    let result = real();
+    if let Some(waiting) = waiting {
+        let _ = catch_unwind(|| end_wait(waiting));
+    }
+    result
+}
+
+/// A wait.
+#[derive(Clone, Copy)]
+struct Waiting {
+    index: usize,
+    site: Site,
+    /// The time-out of the hold that lasts until the next wait.
+    held: Option<f32>,
+    /// The wait shortly before it: which, when it ended, and whether the device was kept since.
+    before: Option<(Site, u64, bool)>,
+    /// A hold pays, and its kernel is not loaded.
+    lacks_kernel: bool,
+}
+
+#[cold]
+fn begin_wait() -> Option<Waiting> {
+    let index = current_context().and_then(find)?;
+    let place = &TABLE[index];
+    let mut state = try_lock(&place.state).filter(|_| contended(place))?;
+    let (now, upto) = (now_us(), slots(place).next()?.submitted());
+    let pieces = upto.wrapping_sub(std::mem::replace(&mut state.upto, upto));
+    let before = state.waited.take();
+    if pieces == 0 {
+        // It goes on: a program reads a number, and then waits for it.
+        let (site, _, held) = before?;
+        return Some(Waiting {
+            index,
+            site,
+            held,
+            before: None,
+            lacks_kernel: false,
+        });
+    }
+    let before = before.and_then(|(site, ended, held)| {
+        let came_soon = (state.lessons).learn(site, now.saturating_sub(ended), held);
+        came_soon.then_some((site, ended, held.is_some()))
+    });
+    let site = Site::new(Call::Wait, pieces as usize);
+    let pays = state.lessons.decide(site, now);
+    let held = pays.filter(|timeout| {
+        let hinted = hold(index, &mut state, *timeout);
+        matches!(hinted, Hinted::Held | Hinted::Already)
+    });
+    Some(Waiting {
+        index,
+        site,
+        held,
+        before,
+        lacks_kernel: pays.is_some() && state.ready == Ready::No,
+    })
+}
+
+#[cold]
+fn end_wait(it: Waiting) {
+    let now = now_us();
+    if let Some(mut state) = try_lock(&TABLE[it.index].state) {
+        if let Some((site, ended, held)) = it.before {
+            state.lessons.took(site, now.saturating_sub(ended), held);
+        }
+        state.waited = Some((it.site, now, it.held));
+    }
+    if it.lacks_kernel {
+        prepare(it.index);
+    }
 }
 
 /// Whether [`launched`] has anything to do. One load.

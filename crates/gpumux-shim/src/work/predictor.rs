@@ -17,6 +17,8 @@ const LEAST: f32 = 25.0;
 const WORTH: f32 = 4.0;
 /// A hold's shortest and longest time on the device in µs.
 pub(crate) const TIMEOUT: (f32, f32) = (150.0, 500.0);
+/// The same of one from a wait to the next, in µs: the work that is waited for runs in this time, too.
+const WAITING: f32 = 2_000.0;
 /// Calls of a kind that are only watched at first.
 const WATCHED: u16 = 8;
 /// Of so many calls one is answered the other way, to compare: where holds show, and where they do not.
@@ -40,13 +42,16 @@ pub(crate) enum Call {
     Copy,
     /// A copy that goes on after the call.
     AsyncCopy,
+    /// A wait for all work, after which some programs submit a little and wait again: language models, for what they made of a token. In between the
+    /// device idles for less time than two switches take.
+    Wait,
 }
 
 /// A kind of call: calls of one kind are taken to predict the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Site {
     call: Call,
-    bytes: usize,
+    size: usize,
 }
 
 /// What followed the calls of one kind.
@@ -55,7 +60,7 @@ struct Lesson {
     seen: u16,
     /// Part of the calls that work followed soon.
     hit: f32,
-    /// From the call to the launch of that work, in µs.
+    /// From the call to the launch of that work, in µs; from the end of a wait to the next wait.
     gap: f32,
     /// Time from the call to when the work was seen done, in µs, without and with a hold; and how many.
     took: [(f32, u16); 2],
@@ -70,26 +75,48 @@ const NEW: Lesson = Lesson {
 
 /// All that was learned of one context.
 pub(crate) struct Lessons {
-    of: [[Lesson; 64]; 2],
+    of: [[Lesson; 64]; 3],
     budget: f32,
     /// When the budget was last filled up, in µs.
     filled: u64,
 }
 
 impl Site {
-    pub(crate) fn new(call: Call, bytes: usize) -> Self {
-        Self { call, bytes }
+    /// `size`: the bytes that are copied, or the pieces of work that are waited for.
+    pub(crate) fn new(call: Call, size: usize) -> Self {
+        Self { call, size }
     }
 
     fn place(self) -> (usize, usize) {
-        (self.call as usize, self.bytes.max(1).ilog2() as usize)
+        (self.call as usize, self.size.max(1).ilog2() as usize)
     }
 
     /// From the call to when the work could begin, if it is launched so long after the call.
     fn lead(self, gap: f32) -> f32 {
         match self.call {
-            Call::AsyncCopy => gap.max(self.bytes as f32 / LINK),
-            Call::Copy => gap,
+            Call::AsyncCopy => gap.max(self.size as f32 / LINK),
+            Call::Copy | Call::Wait => gap,
+        }
+    }
+
+    /// What the program gains by a hold. From one wait to the next the device is not given away at all.
+    fn gain(self, lead: f32) -> f32 {
+        match self.call {
+            Call::Wait => SWITCH - ISSUE,
+            Call::Copy | Call::AsyncCopy => lead.min(SWITCH) - ISSUE,
+        }
+    }
+
+    /// What others lose to a hold that work meets. From one wait to the next it saves a switch back, too.
+    fn loss(self, lead: f32) -> f32 {
+        let switches = if self.call == Call::Wait { 2.0 } else { 1.0 };
+        (lead - switches * SWITCH).max(0.0)
+    }
+
+    fn timeout(self, lead: f32) -> f32 {
+        match self.call {
+            Call::Wait => WAITING,
+            Call::Copy | Call::AsyncCopy => (2.0 * lead).clamp(TIMEOUT.0, TIMEOUT.1),
         }
     }
 }
@@ -97,7 +124,7 @@ impl Site {
 impl Lessons {
     pub(crate) const fn new() -> Self {
         Self {
-            of: [[NEW; 64]; 2],
+            of: [[NEW; 64]; 3],
             budget: SAVED_UP,
             filled: 0,
         }
@@ -111,9 +138,8 @@ impl Lessons {
         let (call, size) = site.place();
         let lesson = self.of[call][size];
         let lead = site.lead(lesson.gap);
-        let timeout = (2.0 * lead).clamp(TIMEOUT.0, TIMEOUT.1);
-        let gain = lead.min(SWITCH) - ISSUE;
-        let loss = lesson.hit * loss(lead) + (1.0 - lesson.hit) * missed(timeout);
+        let (timeout, gain) = (site.timeout(lead), site.gain(lead));
+        let loss = lesson.hit * site.loss(lead) + (1.0 - lesson.hit) * missed(timeout);
         let pays = lesson.seen >= WATCHED && gain >= LEAST && WORTH * lesson.hit * gain > loss;
         let every = match lesson.shows() {
             true => !lesson.seen.is_multiple_of(COMPARED.0),
@@ -131,8 +157,8 @@ impl Lessons {
         *count = count.saturating_add(1);
     }
 
-    /// Work was launched so many µs after the call, which had been answered with a hold of this time-out.
-    pub(crate) fn learn(&mut self, site: Site, gap: u64, held: Option<f32>) {
+    /// Work was launched so many µs after the call, which had been answered with a hold of this time-out. Whether that is soon.
+    pub(crate) fn learn(&mut self, site: Site, gap: u64, held: Option<f32>) -> bool {
         let (call, size) = site.place();
         let lesson = &mut self.of[call][size];
         let gap = gap as f32;
@@ -147,10 +173,11 @@ impl Lessons {
         if let Some(timeout) = held {
             let lead = site.lead(gap);
             self.budget -= match hit && lead <= SWITCH + timeout {
-                true => loss(lead),
+                true => site.loss(lead),
                 false => missed(timeout),
             };
         }
+        hit
     }
 }
 
@@ -160,11 +187,6 @@ impl Lesson {
         let [(without, one), (with, other)] = self.took;
         one < ENOUGH || other < ENOUGH || with <= without + NOISE
     }
-}
-
-/// What others lose to a hold that work meets.
-fn loss(lead: f32) -> f32 {
-    (lead - SWITCH).max(0.0)
 }
 
 /// What others lose to one that no work meets.
@@ -203,6 +225,22 @@ mod tests {
         assert_eq!(holds(&mut lessons, long, 5, 100, 0), 92);
         let short = Site::new(Call::AsyncCopy, 64 << 10);
         assert_eq!(holds(&mut lessons, short, 5, 100, 0), 0);
+    }
+
+    #[test]
+    fn wait_that_another_follows_soon_pays_and_the_last_one_does_not() {
+        let (mut lessons, mut holds) = (Lessons::new(), [0; 3]);
+        // Pieces of a token, then of what is made of it, and how long after each wait the next one begins.
+        let waits = [(690, 50), (3, 270), (8, 9_000)];
+        for now in (0..100).map(|token| token * 11_000) {
+            for (count, (pieces, gap)) in holds.iter_mut().zip(waits) {
+                let site = Site::new(Call::Wait, pieces);
+                let held = lessons.decide(site, now);
+                lessons.learn(site, gap, held);
+                *count += u32::from(held.is_some());
+            }
+        }
+        assert_eq!(holds, [92, 92, 0]);
     }
 
     #[test]
