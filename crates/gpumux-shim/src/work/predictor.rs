@@ -18,7 +18,7 @@ const WORTH: f32 = 4.0;
 /// A hold's shortest and longest time on the device in µs.
 pub(crate) const TIMEOUT: (f32, f32) = (150.0, 500.0);
 /// The same of one from a wait to the next, in µs: the work that is waited for runs in this time, too.
-const WAITING: f32 = 2_000.0;
+const WAITING: f32 = 1_500.0;
 /// Calls of a kind that are only watched at first.
 const WATCHED: u16 = 8;
 /// Of so many calls one is answered the other way, to compare: where holds show, and where they do not.
