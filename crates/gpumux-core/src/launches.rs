@@ -31,7 +31,12 @@ const SWITCHES: u64 = 300;
 const SURE: u32 = 2;
 
 /// It is no longer launch-bound when it has submitted few pieces for each wait for so many times as long as its requests took.
-const CYCLES: f64 = 4.0;
+const CYCLES: f64 = 2.0;
+
+/// That is how long its neighbours' timeslice is wrong each time it changes its ways. Where it was right for less than so many times as long before,
+/// the try has failed. It has failed as well where its host waits longer because of the timeslice, unless that took so long to show.
+const RIGHT: f64 = 4.0;
+const LASTED: Micros = Micros::from_secs(5);
 
 /// A timeslice stays until another is right by so much of it.
 const MARGIN: f64 = 0.25;
@@ -43,9 +48,8 @@ const STREAM: (Micros, u64) = (Micros::from_millis(50), 2);
 /// A mean forgets one part in so many with each value.
 const WEIGHT: u32 = 8;
 
-/// How soon it is tried again after it ended: at first, and at most, doubled each time. One that lasted for long enough was no failure.
+/// How soon it is tried again after it failed: at first, and at most, doubled each time.
 const RETRY: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(60));
-const LASTED: Micros = Micros::from_secs(5);
 
 /// What a program has done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -150,18 +154,23 @@ impl Launches {
         }
         let launch_bound = found.pieces / found.waits >= PIECES;
         // Many programs wait for a number or two between long requests, and may lose a timeslice at each: they are judged together.
-        let cycle = CYCLES * self.length.mean.max(TIMESLICES.1.0 as f64);
-        if !launch_bound && (found.busy.0 as f64) < cycle {
+        if !launch_bound && (found.busy.0 as f64) < self.wrong() {
             return false;
         }
         self.open = Progress::default();
         if slowdown <= 0.0 || !launch_bound {
-            return self.end(now);
+            let enough = Micros(((1.0 + RIGHT) * self.wrong()) as u64);
+            return self.end(now, enough);
         }
         match std::mem::take(&mut self.mixed) {
             true => false,
             false => self.judge(now, found, slowdown),
         }
+    }
+
+    /// For how long the timeslice is wrong, in µs, once the program does not submit so any more.
+    fn wrong(&self) -> f64 {
+        CYCLES * self.length.mean.max(TIMESLICES.1.0 as f64)
     }
 
     /// Counts what it submits without a wait as requests. Whether it had work when it was looked at before.
@@ -214,19 +223,19 @@ impl Launches {
                 self.mixed = true;
                 true
             }
-            None => self.end(now),
+            None => self.end(now, LASTED),
         }
     }
 
-    /// The program does not submit in this way any more.
-    fn end(&mut self, now: Micros) -> bool {
+    /// The program does not submit in this way any more. If it did for long `enough`, that was no failure.
+    fn end(&mut self, now: Micros, enough: Micros) -> bool {
         (self.length, self.allowed) = (Mean::default(), Mean::default());
         let Some((_, since)) = self.tolerated.take() else {
             return false;
         };
         self.mixed = true;
-        let wait = match now.saturating_sub(since) >= LASTED {
-            true => RETRY.0,
+        let wait = match now.saturating_sub(since) >= enough {
+            true => Micros(0),
             false => Micros(self.retry.1.0 * 2).clamp(RETRY.0, RETRY.1),
         };
         self.retry = (now + wait, wait);
@@ -402,6 +411,24 @@ mod tests {
         let requests = CYCLES as u64 * EAGER.1 / 2_000 + 1;
         assert_eq!(program.run(requests, (3, 2_000, 1_990)), 1);
         assert_eq!(program.tolerated(), None);
+    }
+
+    /// Such as prompts and tokens in turns: neighbours have most of its gaps each time, and its graphs lose a timeslice for part of theirs only.
+    #[test]
+    fn program_that_changes_its_shape_again_and_again_is_followed() {
+        let mut program = Program::default();
+        let (mut with, mut all) = ([0; 2], [0; 2]);
+        for _ in 0..200 {
+            for (index, request) in [EAGER, (4, 1_900, 1_850)].into_iter().enumerate() {
+                for _ in 0..30 {
+                    program.run(1, request);
+                    with[index] += u32::from(program.tolerated().is_some());
+                    all[index] += 1;
+                }
+            }
+        }
+        assert!(with[0] * 10 >= all[0] * 9, "{with:?} of {all:?}");
+        assert!(with[1] * 10 <= all[1] * 4, "{with:?} of {all:?}");
     }
 
     #[test]
