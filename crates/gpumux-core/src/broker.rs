@@ -105,6 +105,9 @@ const RECLAIM_PAUSE: Micros = Micros::from_secs(5);
 const DROP: Micros = Micros::from_secs(5);
 /// How long freeing memory that needs no copy may take before its tenant counts as stuck.
 const TAKE: Micros = HEDGE;
+/// For so long a request that was withdrawn keeps its age for the next: programs wait in slices.
+const AGAIN: Micros = Micros::from_secs(1);
+
 /// After how long a tenant's own free and cached memory is taken for its request: a program that is refused at once may use it itself, and knows
 /// best which. And how long the gates may take to close for that.
 const OWN: (Micros, Micros) = (Micros::from_millis(30), Micros::from_secs(5));
@@ -164,7 +167,7 @@ struct Tenant {
     took: Micros,
     /// Since when it has a process.
     joined: Micros,
-    /// Since when it lacked what a process waited for whose connection was lost, and until when a new claim is as old.
+    /// Since when it lacked what a process waited for that withdrew its request or whose connection was lost, and until when a new claim is as old.
     lost: Option<(Micros, Micros)>,
     /// Host memory that its processes may have from before their sessions: what they say of it counts up to this.
     moved_before: u64,
@@ -503,7 +506,15 @@ impl Broker {
                     parts.any(|((of, _), name)| own(*of, *name))
                 };
                 let gone = self.asks.extract_if(.., |_, pending| meant(pending));
-                gone.for_each(|(_, it)| it.answer(&[], own, out));
+                for ((id, _), pending) in gone {
+                    if let Some(tenant) = self.tenants.get_mut(&id)
+                        && !pending.lacks_parts()
+                    {
+                        let since = pending.since.min(tenant.lacks_since(now));
+                        tenant.lost = Some((since, now + AGAIN));
+                    }
+                    pending.answer(&[], own, out);
+                }
             }
             Event::Waits(process) => {
                 let tenant = self.accounting.tenant_of(process);

@@ -367,6 +367,31 @@ fn part_waits_for_the_others_after_a_connection_was_lost() {
     assert_eq!(node.answered(0, 2), [Some(10), Some(10)]);
 }
 
+/// A program that waits in slices, so that its other threads come to their turns, is as old as one that waits at a stretch.
+#[test]
+fn request_that_is_made_anew_right_after_it_was_withdrawn_is_as_old() {
+    for pause in [Micros::from_millis(1), Micros::from_secs(2)] {
+        let mut node = Node::new(3, MemoryPolicy::Wait);
+        node.part(0, 1, 1, 15);
+        let (slicer, other) = (RANKS, 2 * RANKS);
+        for ticket in 1..20 {
+            node.part(slicer, ticket, 1, 10);
+            node.run_for(Micros::from_millis(250));
+            if ticket == 1 {
+                node.part(other, 1, 1, 10);
+            }
+            node.event(Event::Cancel(ProcessId(slicer), ticket));
+            node.run_for(pause);
+        }
+        node.part(slicer, 20, 1, 10);
+        node.keep(0, 0);
+        node.run_for(Micros::from_millis(1));
+        let first = node.answers.contains_key(&(slicer, 20));
+        assert_eq!(first, pause < Micros::from_secs(1), "{pause}");
+        assert_ne!(first, node.answers.contains_key(&(other, 1)), "{pause}");
+    }
+}
+
 /// Parts of one process on one device count together, and the one that is left is answered when the other is withdrawn.
 #[test]
 fn parts_on_one_device_are_added() {
