@@ -26,6 +26,9 @@ const COMPARED: (u16, u16) = (128, 16);
 /// Requests of each kind that make a comparison, and how much longer one may take by chance, in µs.
 const ENOUGH: u16 = 4;
 const NOISE: f32 = 10.0;
+/// One that takes so much more or less than the others, in µs, counts as if by no more: a host that stands still for 20 ms would else hide for
+/// hundreds of calls what holds do.
+const FAR: f32 = 2.0 * SWITCH;
 /// How much a new observation counts.
 const RECENT: f32 = 0.125;
 /// Bytes per µs that a copy from the host moves: PCIe 5 does twice that, PCIe 4 half.
@@ -153,7 +156,11 @@ impl Lessons {
         let (call, size) = site.place();
         let (mean, count) = &mut self.of[call][size].took[usize::from(held)];
         let weight = RECENT.max(1.0 / (f32::from(*count) + 1.0));
-        *mean += (us as f32 - *mean) * weight;
+        let differs = us as f32 - *mean;
+        *mean += match *count {
+            0 => differs,
+            _ => differs.clamp(-FAR, FAR) * weight,
+        };
         *count = count.saturating_add(1);
     }
 
@@ -286,6 +293,27 @@ mod tests {
         assert!(run(&mut lessons, 1000, 800) < 100);
         // The reason has gone: some are still tried.
         assert!(run(&mut lessons, 2000, 350) > 1000);
+    }
+
+    /// Every 150th takes 20 ms more by chance.
+    #[test]
+    fn requests_that_stand_still_by_chance_hide_nothing() {
+        let site = Site::new(Call::AsyncCopy, 8 * MIB);
+        let run = |with: u64| {
+            let (mut lessons, mut held) = (Lessons::new(), 0);
+            for n in 0..20_000u64 {
+                let decided = lessons.decide(site, n * 10_000);
+                lessons.learn(site, 5, decided);
+                held += u64::from(decided.is_some());
+                let took = if decided.is_some() { with } else { 500 };
+                let stands = if n % 150 == 149 { 20_000 } else { 0 };
+                lessons.took(site, took + stands, decided.is_some());
+            }
+            held
+        };
+        let (gain, harm) = (run(350), run(900));
+        assert!(gain > 18_000, "{gain}");
+        assert!(harm < 2_000, "{harm}");
     }
 
     #[test]
