@@ -133,8 +133,8 @@ struct State {
     pending: Option<(Site, u64, Option<f32>)>,
     /// The same once its work is launched.
     running: Option<(Site, u64, bool)>,
-    /// The last wait and when it ended, with the time-out of a hold that lasts until the next. How many pieces the program had submitted by then.
-    waited: Option<(Site, u64, Option<f32>)>,
+    /// The last wait, and how many pieces the program had submitted by then.
+    waited: Option<Waited>,
     upto: u64,
     lessons: Lessons,
 }
@@ -590,27 +590,66 @@ fn kept(has_submitted: bool, real: impl FnOnce() -> CUresult) -> CUresult {
         true => catch_unwind(begin_wait).ok().flatten(),
         false => None,
     };
-    if has_submitted && waiting.is_none_or(|it| it.held.is_none()) {
+    if has_submitted && waiting.is_none_or(|it| it.wait.held.is_none()) {
         submitted();
     }
     let result = real();
     if let Some(waiting) = waiting {
-        let _ = catch_unwind(|| end_wait(waiting));
+        let _ = catch_unwind(|| end_wait(waiting, has_submitted));
     }
     result
 }
 
-/// A wait.
+/// A wait that goes on.
 #[derive(Clone, Copy)]
 struct Waiting {
     index: usize,
-    site: Site,
-    /// The time-out of the hold that lasts until the next wait.
-    held: Option<f32>,
-    /// The wait shortly before it: which, when it ended, and whether the device was kept since.
-    before: Option<(Site, u64, bool)>,
+    wait: Waited,
     /// A hold pays, and its kernel is not loaded.
     lacks_kernel: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Waited {
+    site: Site,
+    ended: u64,
+    /// The time-out of the hold that lasts until the next wait.
+    held: Option<f32>,
+    /// The wait shortly before it, until its work is known to be done: which, when it ended, and whether the device was kept since.
+    before: Option<(Site, u64, bool)>,
+}
+
+impl State {
+    /// A wait begins, when so many pieces have been submitted. Also whether it is the last one, which goes on: a program reads a number, and then
+    /// waits for it.
+    fn begin_wait(&mut self, now: u64, upto: u64) -> Option<(Waited, bool)> {
+        let pieces = upto.wrapping_sub(std::mem::replace(&mut self.upto, upto));
+        let before = self.waited.take();
+        if pieces == 0 {
+            return Some((before?, true));
+        }
+        let before = before.and_then(|it| {
+            let came_soon = (self.lessons).learn(it.site, now.saturating_sub(it.ended), it.held);
+            came_soon.then_some((it.site, it.ended, it.held.is_some()))
+        });
+        let wait = Waited {
+            site: Site::new(Call::Wait, pieces as usize),
+            ended: 0,
+            held: None,
+            before,
+        };
+        Some((wait, false))
+    }
+
+    /// It has ended; whether all work is known to be done.
+    fn end_wait(&mut self, mut wait: Waited, now: u64, done: bool) {
+        if let Some((site, ended, held)) = wait.before.take_if(|_| done) {
+            let took = now.saturating_sub(ended);
+            self.lessons.took(site, took, held);
+        }
+        wait.ended = now;
+        self.waited = Some(wait);
+    }
 }
 
 #[cold]
@@ -618,47 +657,27 @@ fn begin_wait() -> Option<Waiting> {
     let index = current_context().and_then(find)?;
     let place = &TABLE[index];
     let mut state = try_lock(&place.state).filter(|_| contended(place))?;
-    let (now, upto) = (now_us(), slots(place).next()?.submitted());
-    let pieces = upto.wrapping_sub(std::mem::replace(&mut state.upto, upto));
-    let before = state.waited.take();
-    if pieces == 0 {
-        // It goes on: a program reads a number, and then waits for it.
-        let (site, _, held) = before?;
-        return Some(Waiting {
-            index,
-            site,
-            held,
-            before: None,
-            lacks_kernel: false,
-        });
+    let now = now_us();
+    let (mut wait, goes_on) = state.begin_wait(now, slots(place).next()?.submitted())?;
+    let pays = match goes_on {
+        true => None,
+        false => state.lessons.decide(wait.site, now),
+    };
+    if let Some(timeout) = pays {
+        let hinted = hold(index, &mut state, timeout);
+        wait.held = matches!(hinted, Hinted::Held | Hinted::Already).then_some(timeout);
     }
-    let before = before.and_then(|(site, ended, held)| {
-        let came_soon = (state.lessons).learn(site, now.saturating_sub(ended), held);
-        came_soon.then_some((site, ended, held.is_some()))
-    });
-    let site = Site::new(Call::Wait, pieces as usize);
-    let pays = state.lessons.decide(site, now);
-    let held = pays.filter(|timeout| {
-        let hinted = hold(index, &mut state, *timeout);
-        matches!(hinted, Hinted::Held | Hinted::Already)
-    });
     Some(Waiting {
         index,
-        site,
-        held,
-        before,
+        wait,
         lacks_kernel: pays.is_some() && state.ready == Ready::No,
     })
 }
 
 #[cold]
-fn end_wait(it: Waiting) {
-    let now = now_us();
+fn end_wait(it: Waiting, done: bool) {
     if let Some(mut state) = try_lock(&TABLE[it.index].state) {
-        if let Some((site, ended, held)) = it.before {
-            state.lessons.took(site, now.saturating_sub(ended), held);
-        }
-        state.waited = Some((it.site, now, it.held));
+        state.end_wait(it.wait, now_us(), done);
     }
     if it.lacks_kernel {
         prepare(it.index);
@@ -1018,6 +1037,29 @@ mod tests {
         // Not without end.
         let _state = lock(&TABLE[PLACES - 1].state);
         exit(Instant::now());
+    }
+
+    /// It reads a number and then waits for it: what holds delay shows only in the second call.
+    #[test]
+    fn holds_before_a_read_must_show_in_the_wait_for_it() {
+        let mut state = NOTHING;
+        let (mut now, mut upto, mut held) = (0, 0, 0);
+        for _ in 0..1_000 {
+            for (pieces, gap) in [(600, 100), (3, 9_000)] {
+                upto += pieces;
+                let (mut wait, _) = state.begin_wait(now, upto).unwrap();
+                let late = wait.before.is_some_and(|(_, _, held)| held);
+                wait.held = state.lessons.decide(wait.site, now);
+                held += u32::from(wait.held.is_some());
+                state.end_wait(wait, now, false);
+                let (wait, goes_on) = state.begin_wait(now + 2, upto).unwrap();
+                assert!(goes_on);
+                now += if late { 1_500 } else { 300 };
+                state.end_wait(wait, now, true);
+                now += gap;
+            }
+        }
+        assert!((10..150).contains(&held), "{held}");
     }
 
     /// The longest hold without work, with the switches to it and back.
