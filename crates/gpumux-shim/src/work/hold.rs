@@ -648,7 +648,10 @@ impl State {
             self.lessons.took(site, took, held);
         }
         wait.ended = now;
-        self.waited = Some(wait);
+        // Another thread's wait: what follows is not known to be its own.
+        if let Some(timeout) = self.waited.replace(wait).and_then(|it| it.held) {
+            self.lessons.lose(timeout);
+        }
     }
 }
 
@@ -1060,6 +1063,35 @@ mod tests {
             }
         }
         assert!((10..150).contains(&held), "{held}");
+    }
+
+    /// Two threads wait at the same time, and nothing meets the hold of the first one.
+    #[test]
+    fn losses_of_threads_that_wait_together_have_a_budget() {
+        const LOST: u64 = 1_500;
+        let mut state = NOTHING;
+        let (mut now, mut upto, mut lost) = (0, 0, 0);
+        let mut begin = |state: &mut State, now, pieces| {
+            upto += pieces;
+            let (mut wait, _) = state.begin_wait(now, upto).unwrap();
+            wait.held = state.lessons.decide(wait.site, now);
+            wait
+        };
+        for _ in 0..5_000 {
+            for _ in 0..4 {
+                let alone = begin(&mut state, now, 600);
+                state.end_wait(alone, now + 300, true);
+                now += 400;
+            }
+            let first = begin(&mut state, now, 600);
+            let other = begin(&mut state, now + 10, 3);
+            state.end_wait(first, now + 300, true);
+            state.end_wait(other, now + 310, true);
+            lost += if first.held.is_some() { LOST } else { 0 };
+            now += 5_000;
+        }
+        let most = now / 64 + 20_000 + LOST;
+        assert!((most / 4..=most).contains(&lost), "{lost} of {most}");
     }
 
     /// The longest hold without work, with the switches to it and back.

@@ -186,6 +186,11 @@ impl Lessons {
         }
         hit
     }
+
+    /// It is not known what met a hold of this time-out.
+    pub(crate) fn lose(&mut self, timeout: f32) {
+        self.budget -= missed(timeout);
+    }
 }
 
 impl Lesson {
