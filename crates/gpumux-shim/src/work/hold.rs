@@ -657,6 +657,10 @@ impl State {
 
 #[cold]
 fn begin_wait() -> Option<Waiting> {
+    // Within a call the driver may have locks that a launch needs.
+    if gate::is_nested() {
+        return None;
+    }
     let index = current_context().and_then(find)?;
     let place = &TABLE[index];
     let mut state = try_lock(&place.state).filter(|_| contended(place))?;
@@ -682,7 +686,8 @@ fn end_wait(it: Waiting, done: bool) {
     if let Some(mut state) = try_lock(&TABLE[it.index].state) {
         state.end_wait(it.wait, now_us(), done);
     }
-    if it.lacks_kernel {
+    // Loading may wait for all work of the context, under a lock that other threads need.
+    if it.lacks_kernel && is_idle(&TABLE[it.index]) {
         prepare(it.index);
     }
 }
