@@ -511,6 +511,12 @@ fn count(place: &Place, set: impl FnOnce(&mut HintCounts)) {
     }
 }
 
+/// Whether work has met the last hold.
+fn is_met(index: usize) -> bool {
+    let ticket = TABLE[index].ticket.load(Ordering::Acquire);
+    words(index).is_some_and(|words| words.met.load(Ordering::Acquire) == ticket)
+}
+
 /// Counts the last hold, if it has ended.
 fn account(index: usize, state: &mut State) {
     let (place, Some(words)) = (&TABLE[index], words(index)) else {
@@ -684,6 +690,11 @@ fn begin_wait() -> Option<Waiting> {
 #[cold]
 fn end_wait(it: Waiting, done: bool) {
     if let Some(mut state) = try_lock(&TABLE[it.index].state) {
+        if done && it.wait.held.is_some() {
+            account(it.index, &mut state);
+            let over = !state.open && !is_met(it.index);
+            state.lessons.waited(it.wait.site, over);
+        }
         state.end_wait(it.wait, now_us(), done);
     }
     // Loading may wait for all work of the context, under a lock that other threads need.

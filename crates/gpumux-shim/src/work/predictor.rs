@@ -29,6 +29,8 @@ const NOISE: f32 = 10.0;
 /// One that takes so much more or less than the others, in µs, counts as if by no more: a host that stands still for 20 ms would else hide for
 /// hundreds of calls what holds do.
 const FAR: f32 = 2.0 * SWITCH;
+/// A hold that is over before the wait gains nothing: not to be most of them.
+const MOSTLY: f32 = 0.5;
 /// How much a new observation counts.
 const RECENT: f32 = 0.125;
 /// Bytes per µs that a copy from the host moves: PCIe 5 does twice that, PCIe 4 half.
@@ -67,6 +69,8 @@ struct Lesson {
     gap: f32,
     /// Time from the call to when the work was seen done, in µs, without and with a hold; and how many.
     took: [(f32, u16); 2],
+    /// Part of the waits whose hold was over before they were.
+    over: f32,
 }
 
 const NEW: Lesson = Lesson {
@@ -74,6 +78,7 @@ const NEW: Lesson = Lesson {
     hit: 0.0,
     gap: 0.0,
     took: [(0.0, 0); 2],
+    over: 0.0,
 };
 
 /// All that was learned of one context.
@@ -164,6 +169,13 @@ impl Lessons {
         *count = count.saturating_add(1);
     }
 
+    /// A wait that was answered with a hold has ended; whether the hold had before.
+    pub(crate) fn waited(&mut self, site: Site, over: bool) {
+        let (call, size) = site.place();
+        let part = &mut self.of[call][size].over;
+        *part += (f32::from(u8::from(over)) - *part) * RECENT;
+    }
+
     /// Work was launched so many µs after the call, which had been answered with a hold of this time-out. Whether that is soon.
     pub(crate) fn learn(&mut self, site: Site, gap: u64, held: Option<f32>) -> bool {
         let (call, size) = site.place();
@@ -194,10 +206,10 @@ impl Lessons {
 }
 
 impl Lesson {
-    /// Whether requests with a hold take no longer than those without, as far as is known.
+    /// Whether holds last long enough, and requests with one take no longer than those without, as far as is known.
     fn shows(&self) -> bool {
         let [(without, one), (with, other)] = self.took;
-        one < ENOUGH || other < ENOUGH || with <= without + NOISE
+        self.over < MOSTLY && (one < ENOUGH || other < ENOUGH || with <= without + NOISE)
     }
 }
 
@@ -298,6 +310,27 @@ mod tests {
         assert!(run(&mut lessons, 1000, 800) < 100);
         // The reason has gone: some are still tried.
         assert!(run(&mut lessons, 2000, 350) > 1000);
+    }
+
+    /// Such as those for a graph of 10 ms.
+    #[test]
+    fn waits_that_are_longer_than_a_hold_are_let_be() {
+        let site = Site::new(Call::Wait, 1);
+        let run = |lessons: &mut Lessons, over: bool| {
+            let held = |n: &u64| {
+                let held = lessons.decide(site, n * 10_000);
+                if held.is_some() {
+                    lessons.waited(site, over);
+                }
+                lessons.learn(site, 100, held);
+                held.is_some()
+            };
+            (0..1_000).filter(held).count()
+        };
+        let mut lessons = Lessons::new();
+        assert!(run(&mut lessons, false) > 950);
+        assert!(run(&mut lessons, true) < 100);
+        assert!(run(&mut lessons, false) > 800, "the reason has gone");
     }
 
     /// Every 150th takes 20 ms more by chance.
