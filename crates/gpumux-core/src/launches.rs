@@ -121,6 +121,8 @@ pub struct Launches {
     allowed: Mean,
     /// The longer timeslice, and since when there is one.
     tolerated: Option<(Timeslice, Micros)>,
+    /// How long its launch-bound requests took since then.
+    right: Micros,
     /// What is not judged yet shall not be: it began under another timeslice, or the program was frozen meanwhile.
     mixed: bool,
     /// Not tried before this, and how long that was after the last end.
@@ -159,9 +161,9 @@ impl Launches {
         }
         self.open = Progress::default();
         if slowdown <= 0.0 || !launch_bound {
-            let enough = Micros(((1.0 + RIGHT) * self.wrong()) as u64);
-            return self.end(now, enough);
+            return self.end(now, self.right.0 as f64 >= RIGHT * self.wrong());
         }
+        self.right = Micros(self.right.0.saturating_add(found.busy.0));
         match std::mem::take(&mut self.mixed) {
             true => false,
             false => self.judge(now, found, slowdown),
@@ -209,6 +211,7 @@ impl Launches {
                 return false;
             };
             self.tolerated = Some((first, now));
+            self.right = Micros::ZERO;
             self.mixed = true;
             return true;
         };
@@ -223,18 +226,18 @@ impl Launches {
                 self.mixed = true;
                 true
             }
-            None => self.end(now, LASTED),
+            None => self.end(now, now.saturating_sub(since) >= LASTED),
         }
     }
 
-    /// The program does not submit in this way any more. If it did for long `enough`, that was no failure.
-    fn end(&mut self, now: Micros, enough: Micros) -> bool {
+    /// The program does not submit in this way any more. If it did for long enough, that was no failure.
+    fn end(&mut self, now: Micros, long_enough: bool) -> bool {
         (self.length, self.allowed) = (Mean::default(), Mean::default());
-        let Some((_, since)) = self.tolerated.take() else {
+        if self.tolerated.take().is_none() {
             return false;
-        };
+        }
         self.mixed = true;
-        let wait = match now.saturating_sub(since) >= enough {
+        let wait = match long_enough {
             true => Micros(0),
             false => Micros(self.retry.1.0 * 2).clamp(RETRY.0, RETRY.1),
         };
@@ -429,6 +432,23 @@ mod tests {
         }
         assert!(with[0] * 10 >= all[0] * 9, "{with:?} of {all:?}");
         assert!(with[1] * 10 <= all[1] * 4, "{with:?} of {all:?}");
+    }
+
+    /// Such as a prompt of some requests and then tokens, with pauses of the user: time without work is no success.
+    #[test]
+    fn pauses_do_not_make_a_short_try_right() {
+        let mut program = Program::default();
+        let mut wrong = 0;
+        for _ in 0..1_000 {
+            program.run(3, EAGER);
+            program.now += Micros::from_secs(1);
+            for _ in 0..20 {
+                program.run(1, (4, 1_900, 1_850));
+                wrong += u32::from(program.tolerated().is_some());
+            }
+            program.now += Micros::from_secs(1);
+        }
+        assert!(wrong <= 1_000, "{wrong} of 20000");
     }
 
     #[test]
