@@ -255,6 +255,45 @@ while True:
     assert_eq!(hints(&tenant, "given"), 0, "{tenant:#}");
 }
 
+/// Loading code may wait for all work of the context: not to be done at a wait for a part of it.
+#[test]
+fn nothing_is_made_ready_while_work_goes_on() {
+    const PROGRAM: &str = r#"
+import threading
+context = use_device()
+address, side = ctypes.c_uint64(), ctypes.c_void_p()
+call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(1 << 30))
+call("cuStreamCreate", ctypes.byref(side), 1)
+main = ctypes.c_void_p()
+call("cuStreamCreate", ctypes.byref(main), 1)
+def work(stream, times, size):
+    for _ in range(times):
+        call("cuMemsetD8Async", address, 7, ctypes.c_size_t(size), stream)
+def run():
+    call("cuCtxSetCurrent", context)
+    for _ in range(15):
+        work(side, 20, 1 << 30)
+        for times in 40, 2:
+            work(main, times, 1 << 20)
+            call("cuStreamSynchronize", main)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"#;
+    if real() {
+        eprintln!("SKIPPED: it needs the emulated device");
+        return;
+    }
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let _batch = batch(&node);
+    let mut serve = node.tenant("--class latency --name serve", &program);
+    serve.env("GPUMUX_EMU_FAULT", "kill@1:cuModuleLoadData:python3");
+    Process::start(&mut serve).finish().ok();
+}
+
 /// A context that goes takes long, and the device must not be taken there meanwhile.
 #[test]
 fn hints_reach_programs_that_end() {
