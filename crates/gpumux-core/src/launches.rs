@@ -35,7 +35,7 @@ const CYCLES: f64 = 2.0;
 
 /// That is how long its neighbours' timeslice is wrong each time it changes its ways. Where it was right for less than so many times as long before,
 /// the try has failed. It has failed as well where its host waits longer because of the timeslice, unless that took so long to show.
-const RIGHT: f64 = 4.0;
+const RIGHT: f64 = 10.0;
 const LASTED: Micros = Micros::from_secs(5);
 
 /// A timeslice stays until another is right by so much of it.
