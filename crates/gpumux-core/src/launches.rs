@@ -432,6 +432,9 @@ mod tests {
         }
         assert!(with[0] * 10 >= all[0] * 9, "{with:?} of {all:?}");
         assert!(with[1] * 10 <= all[1] * 4, "{with:?} of {all:?}");
+        // What it does next is not tried any later.
+        program.stream(200, 58, 0);
+        assert_eq!(program.tolerated(), Some(2_000));
     }
 
     /// Such as a prompt of some requests and then tokens, with pauses of the user: time without work is no success.
