@@ -136,6 +136,8 @@ struct State {
     /// The last wait, and how many pieces the program had submitted by then.
     waited: Option<Waited>,
     upto: u64,
+    /// The hold counts as a piece of work, as the program has no other until the next wait.
+    counts: bool,
     lessons: Lessons,
 }
 
@@ -157,6 +159,7 @@ const NOTHING: State = State {
     running: None,
     waited: None,
     upto: 0,
+    counts: false,
     lessons: Lessons::new(),
 };
 
@@ -536,15 +539,21 @@ fn account(index: usize, state: &mut State) {
     });
 }
 
-/// Counts the holds that have ended. Called by the poller.
-pub(crate) fn account_all() {
+/// Counts the holds that have ended. Called by the poller. Returns the groups, by their slots, that may have no work any more.
+pub(crate) fn account_all() -> u64 {
+    let mut slots = 0;
     for (index, place) in TABLE.iter().enumerate() {
         if place.ticket.load(Ordering::Relaxed) != 0
             && let Some(mut state) = try_lock(&place.state)
         {
             account(index, &mut state);
+            if state.counts && !state.open {
+                state.counts = false;
+                slots |= place.slots.load(Ordering::Relaxed);
+            }
         }
     }
+    slots
 }
 
 // ---- What the program does -----------------------------------------------------------------------
@@ -689,16 +698,23 @@ fn begin_wait() -> Option<Waiting> {
 
 #[cold]
 fn end_wait(it: Waiting, done: bool) {
-    if let Some(mut state) = try_lock(&TABLE[it.index].state) {
+    let place = &TABLE[it.index];
+    if let Some(mut state) = try_lock(&place.state) {
         if done && it.wait.held.is_some() {
             account(it.index, &mut state);
             let over = !state.open && !is_met(it.index);
             state.lessons.waited(it.wait.site, over);
+            // Others do not have the device now: they are not to be charged for it.
+            if state.open && is_idle(place) {
+                slots(place).for_each(|slot| _ = slot.submit());
+                state.upto = state.upto.wrapping_add(1);
+                state.counts = true;
+            }
         }
         state.end_wait(it.wait, now_us(), done);
     }
     // Loading may wait for all work of the context, under a lock that other threads need.
-    if it.lacks_kernel && is_idle(&TABLE[it.index]) {
+    if it.lacks_kernel && is_idle(place) {
         prepare(it.index);
     }
 }
@@ -1056,6 +1072,43 @@ mod tests {
         // Not without end.
         let _state = lock(&TABLE[PLACES - 1].state);
         exit(Instant::now());
+    }
+
+    /// Others do not have the device between two waits, and would be charged for it. It counts until the hold has ended.
+    #[test]
+    fn device_that_is_kept_counts_as_work() {
+        let _alone = crate::ground::guard::alone();
+        const CONTEXT: u64 = 0xc2;
+        know(CONTEXT, 0);
+        let index = find(CONTEXT).unwrap();
+        let (place, words) = (&TABLE[index], &make_words().unwrap()[index]);
+        let ends = |held| {
+            let wait = Waited {
+                site: Site::new(Call::Wait, 3),
+                ended: 0,
+                held,
+                before: None,
+            };
+            let waiting = Waiting {
+                index,
+                wait,
+                lacks_kernel: false,
+            };
+            end_wait(waiting, true);
+            let state = lock(&place.state);
+            (state.counts, state.upto)
+        };
+        assert_eq!(ends(None), (false, 0));
+        place.ticket.store(7, Ordering::Release);
+        lock(&place.state).open = true;
+        assert_eq!(ends(Some(500.0)), (true, 1));
+        account_all();
+        assert!(lock(&place.state).counts, "it goes on");
+        words.finished.store(7, Ordering::Release);
+        account_all();
+        assert!(!lock(&place.state).counts);
+        assert_eq!(ends(Some(500.0)), (false, 1), "it was over before");
+        end(CONTEXT, || true);
     }
 
     /// It reads a number and then waits for it: what holds delay shows only in the second call.

@@ -93,7 +93,7 @@ pub(crate) fn start_poller(started: &mut bool) {
                     }
                 };
                 tick = permits::hasten(pause, outstanding);
-                hold::account_all();
+                settle(hold::account_all(), Seen::Between);
             }
         });
 }
