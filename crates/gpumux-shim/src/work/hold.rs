@@ -41,7 +41,7 @@ use crate::{
         guard::{lock, lock_by, try_lock},
         notice::say,
     },
-    work::predictor::{Call, Lessons, Site, TIMEOUT},
+    work::predictor::{Call, Lessons, Site, TIMEOUT, Waited},
 };
 
 /// Contexts that can be held.
@@ -133,9 +133,6 @@ struct State {
     pending: Option<(Site, u64, Option<f32>)>,
     /// The same once its work is launched.
     running: Option<(Site, u64, bool)>,
-    /// The last wait, and how many pieces the program had submitted by then.
-    waited: Option<Waited>,
-    upto: u64,
     /// The hold counts as a piece of work, as the program has no other until the next wait.
     counts: bool,
     lessons: Lessons,
@@ -157,8 +154,6 @@ const NOTHING: State = State {
     open: false,
     pending: None,
     running: None,
-    waited: None,
-    upto: 0,
     counts: false,
     lessons: Lessons::new(),
 };
@@ -532,7 +527,7 @@ fn account(index: usize, state: &mut State) {
     state.open = false;
     count(place, |counts| {
         counts.held_ns = words.held.load(Ordering::Acquire);
-        match words.met.load(Ordering::Acquire) == ticket {
+        match is_met(index) {
             true => counts.useful = 1,
             false => counts.wasted = 1,
         }
@@ -624,52 +619,6 @@ struct Waiting {
     lacks_kernel: bool,
 }
 
-#[derive(Clone, Copy)]
-struct Waited {
-    site: Site,
-    ended: u64,
-    /// The time-out of the hold that lasts until the next wait.
-    held: Option<f32>,
-    /// The wait shortly before it, until its work is known to be done: which, when it ended, and whether the device was kept since.
-    before: Option<(Site, u64, bool)>,
-}
-
-impl State {
-    /// A wait begins, when so many pieces have been submitted. Also whether it is the last one, which goes on: a program reads a number, and then
-    /// waits for it.
-    fn begin_wait(&mut self, now: u64, upto: u64) -> Option<(Waited, bool)> {
-        let pieces = upto.wrapping_sub(std::mem::replace(&mut self.upto, upto));
-        let before = self.waited.take();
-        if pieces == 0 {
-            return Some((before?, true));
-        }
-        let before = before.and_then(|it| {
-            let came_soon = (self.lessons).learn(it.site, now.saturating_sub(it.ended), it.held);
-            came_soon.then_some((it.site, it.ended, it.held.is_some()))
-        });
-        let wait = Waited {
-            site: Site::new(Call::Wait, pieces as usize),
-            ended: 0,
-            held: None,
-            before,
-        };
-        Some((wait, false))
-    }
-
-    /// It has ended; whether all work is known to be done.
-    fn end_wait(&mut self, mut wait: Waited, now: u64, done: bool) {
-        if let Some((site, ended, held)) = wait.before.take_if(|_| done) {
-            let took = now.saturating_sub(ended);
-            self.lessons.took(site, took, held);
-        }
-        wait.ended = now;
-        // Another thread's wait: what follows is not known to be its own.
-        if let Some(timeout) = self.waited.replace(wait).and_then(|it| it.held) {
-            self.lessons.lose(timeout);
-        }
-    }
-}
-
 #[cold]
 fn begin_wait() -> Option<Waiting> {
     // Within a call the driver may have locks that a launch needs.
@@ -680,7 +629,8 @@ fn begin_wait() -> Option<Waiting> {
     let place = &TABLE[index];
     let mut state = try_lock(&place.state).filter(|_| contended(place))?;
     let now = now_us();
-    let (mut wait, goes_on) = state.begin_wait(now, slots(place).next()?.submitted())?;
+    let upto = slots(place).next()?.submitted();
+    let (mut wait, goes_on) = state.lessons.begin_wait(now, upto)?;
     let pays = match goes_on {
         true => None,
         false => state.lessons.decide(wait.site, now),
@@ -707,11 +657,11 @@ fn end_wait(it: Waiting, done: bool) {
             // Others do not have the device now: they are not to be charged for it.
             if state.open && is_idle(place) {
                 slots(place).for_each(|slot| _ = slot.submit());
-                state.upto = state.upto.wrapping_add(1);
+                state.lessons.upto = state.lessons.upto.wrapping_add(1);
                 state.counts = true;
             }
         }
-        state.end_wait(it.wait, now_us(), done);
+        state.lessons.end_wait(it.wait, now_us(), done);
     }
     // Loading may wait for all work of the context, under a lock that other threads need.
     if it.lacks_kernel && is_idle(place) {
@@ -1083,12 +1033,8 @@ mod tests {
         let index = find(CONTEXT).unwrap();
         let (place, words) = (&TABLE[index], &make_words().unwrap()[index]);
         let ends = |held| {
-            let wait = Waited {
-                site: Site::new(Call::Wait, 3),
-                ended: 0,
-                held,
-                before: None,
-            };
+            let mut wait = Waited::new(Site::new(Call::Wait, 3));
+            wait.held = held;
             let waiting = Waiting {
                 index,
                 wait,
@@ -1096,7 +1042,7 @@ mod tests {
             };
             end_wait(waiting, true);
             let state = lock(&place.state);
-            (state.counts, state.upto)
+            (state.counts, state.lessons.upto)
         };
         assert_eq!(ends(None), (false, 0));
         place.ticket.store(7, Ordering::Release);
@@ -1109,58 +1055,6 @@ mod tests {
         assert!(!lock(&place.state).counts);
         assert_eq!(ends(Some(500.0)), (false, 1), "it was over before");
         end(CONTEXT, || true);
-    }
-
-    /// It reads a number and then waits for it: what holds delay shows only in the second call.
-    #[test]
-    fn holds_before_a_read_must_show_in_the_wait_for_it() {
-        let mut state = NOTHING;
-        let (mut now, mut upto, mut held) = (0, 0, 0);
-        for _ in 0..1_000 {
-            for (pieces, gap) in [(600, 100), (3, 9_000)] {
-                upto += pieces;
-                let (mut wait, _) = state.begin_wait(now, upto).unwrap();
-                let late = wait.before.is_some_and(|(_, _, held)| held);
-                wait.held = state.lessons.decide(wait.site, now);
-                held += u32::from(wait.held.is_some());
-                state.end_wait(wait, now, false);
-                let (wait, goes_on) = state.begin_wait(now + 2, upto).unwrap();
-                assert!(goes_on);
-                now += if late { 1_500 } else { 300 };
-                state.end_wait(wait, now, true);
-                now += gap;
-            }
-        }
-        assert!((10..150).contains(&held), "{held}");
-    }
-
-    /// Two threads wait at the same time, and nothing meets the hold of the first one.
-    #[test]
-    fn losses_of_threads_that_wait_together_have_a_budget() {
-        const LOST: u64 = 1_500;
-        let mut state = NOTHING;
-        let (mut now, mut upto, mut lost) = (0, 0, 0);
-        let mut begin = |state: &mut State, now, pieces| {
-            upto += pieces;
-            let (mut wait, _) = state.begin_wait(now, upto).unwrap();
-            wait.held = state.lessons.decide(wait.site, now);
-            wait
-        };
-        for _ in 0..5_000 {
-            for _ in 0..4 {
-                let alone = begin(&mut state, now, 600);
-                state.end_wait(alone, now + 300, true);
-                now += 400;
-            }
-            let first = begin(&mut state, now, 600);
-            let other = begin(&mut state, now + 10, 3);
-            state.end_wait(first, now + 300, true);
-            state.end_wait(other, now + 310, true);
-            lost += if first.held.is_some() { LOST } else { 0 };
-            now += 5_000;
-        }
-        let most = now / 64 + 20_000 + LOST;
-        assert!((most / 4..=most).contains(&lost), "{lost} of {most}");
     }
 
     /// The longest hold without work, with the switches to it and back.
