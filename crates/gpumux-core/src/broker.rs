@@ -288,6 +288,11 @@ impl Tenant {
         lost.map_or(now, |(since, _)| since)
     }
 
+    /// A new claim is as old as one since then, for so long.
+    fn keep_age(&mut self, now: Micros, since: Micros, time: Micros) {
+        self.lost = Some((since.min(self.lacks_since(now)), now + time));
+    }
+
     /// It is not to be chosen as a victim for a while.
     fn failed(&mut self, now: Micros, mutation: Option<Mutation>) {
         if mutation == Some(Mutation::NoBackoff) {
@@ -510,8 +515,7 @@ impl Broker {
                     if let Some(tenant) = self.tenants.get_mut(&id)
                         && !pending.lacks_parts()
                     {
-                        let since = pending.since.min(tenant.lacks_since(now));
-                        tenant.lost = Some((since, now + AGAIN));
+                        tenant.keep_age(now, pending.since, AGAIN);
                     }
                     pending.answer(&[], own, out);
                 }
@@ -577,7 +581,7 @@ impl Broker {
         let keeps = lives && self.mutation != Some(Mutation::SessionBeginsAnew);
         let since = asked.into_iter().chain(tenant.wants_since.filter(|_| last));
         if let Some(since) = since.min().filter(|_| keeps) {
-            tenant.lost = Some((since.min(tenant.lacks_since(now)), now + RETURN.1));
+            tenant.keep_age(now, since, RETURN.1);
         }
         if last {
             // Nothing of it is left to be moved or to be frozen.
