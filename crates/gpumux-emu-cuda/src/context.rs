@@ -74,6 +74,8 @@ pub(crate) struct DefaultStream {
 struct State {
     /// Why nothing more can be done here.
     error: Option<CuError>,
+    /// It will be of no use in a moment: what is submitted until then is not done, although the server does it.
+    failing: bool,
     streams: HashMap<u64, StreamState>,
     pending: HashMap<u64, Pending>,
 }
@@ -377,9 +379,12 @@ impl Context {
 
     /// Waits for all work of all streams.
     pub(crate) fn synchronize(&self) -> Result {
-        self.check()?;
         let busy: Vec<u64> = {
+            // At once: a failure drops all work, and a wait that found none would have succeeded.
             let state = self.state();
+            if let Some(error) = state.error {
+                return Err(error);
+            }
             let busy = state.streams.iter().filter(|(_, stream)| stream.busy());
             busy.map(|(id, _)| *id).collect()
         };
@@ -507,6 +512,9 @@ impl Context {
     fn complete(self: &Arc<Self>, id: u64, at: u64) {
         let rest = {
             let mut state = self.state();
+            if state.failing {
+                return;
+            }
             state.pending.get_mut(&id).map(|pending| {
                 let effect = std::mem::replace(&mut pending.effect, Effect::Nothing);
                 (effect, pending.done)
@@ -575,13 +583,18 @@ impl Context {
         {
             rm.faulted(error);
         }
-        let _ = self.execution().send(&Command::Abort { all });
-        self.fail(error);
+        self.abort(all, error);
     }
 
     /// The program asked for what this device cannot do: nothing of this context runs any more, and no other is concerned.
     pub(crate) fn spoil(&self, error: CuError) {
-        let _ = self.execution().send(&Command::Abort { all: false });
+        self.abort(false, error);
+    }
+
+    /// Tells the server before the program, which may end then.
+    fn abort(&self, all: bool, error: CuError) {
+        self.state().failing = true;
+        let _ = self.execution().send(&Command::Abort { all });
         self.fail(error);
     }
 
