@@ -80,10 +80,12 @@ pub(crate) fn submit(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let on = permits::is_active().then(|| admit(stream, own, piece));
-    gate::through(|| match on.flatten() {
+    let result = gate::through(|| match on.flatten() {
         Some(on) => submit_measured(on, (stream, own), piece, real),
         None => submit_inside(stream, own, real).0,
-    })
+    });
+    hold::ahead();
+    result
 }
 
 /// The program launches a graph. It may have copies in it.
@@ -388,7 +390,7 @@ pub(crate) fn input(call: Call, bytes: usize, real: impl FnOnce() -> CUresult) -
 /// The program asks for a stream; success means that it is idle.
 pub(crate) fn ask_stream(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
     hold::submitted();
-    observe_stream(stream, own, real)
+    observe_stream(stream, own, Seen::Waited, real)
 }
 
 /// The program waits for a stream.
@@ -397,11 +399,16 @@ pub(crate) fn wait_stream(
     own: bool,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    hold::wait(|| observe_stream(stream, own, real))
+    hold::wait(|kept| observe_stream(stream, own, Seen::after_wait(kept), real))
 }
 
-fn observe_stream(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
-    let seen = page()
+fn observe_stream(
+    stream: CUstream,
+    own: bool,
+    seen: Seen,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let found = page()
         .and_then(|_| Key::new(stream, own))
         .and_then(Key::find)
         .map(|place| {
@@ -410,10 +417,10 @@ fn observe_stream(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) 
         });
     let result = real();
     note(result);
-    if let Some((state, so_far)) = seen
+    if let Some((state, so_far)) = found
         && result == SUCCESS
     {
-        state.finish(so_far, Seen::Waited);
+        state.finish(so_far, seen);
     }
     result
 }
@@ -591,9 +598,12 @@ mod tests {
                 copied(stream, own, SUCCESS);
                 SUCCESS
             };
-            assert_eq!(observe_stream(stream, own, asked), SUCCESS);
+            assert_eq!(observe_stream(stream, own, Seen::Waited, asked), SUCCESS);
             assert!(state.has_copies());
-            assert_eq!(observe_stream(stream, own, || SUCCESS), SUCCESS);
+            assert_eq!(
+                observe_stream(stream, own, Seen::Waited, || SUCCESS),
+                SUCCESS
+            );
             assert!(!state.has_copies());
         }
     }
@@ -606,7 +616,10 @@ mod tests {
         assert!(state.is_idle() && state.has_copies());
         assert_eq!(HANDLES[1].load(Ordering::Acquire), ORPHAN);
         let (stream, _) = stream_at(1);
-        assert_eq!(observe_stream(stream, false, || SUCCESS), SUCCESS);
+        assert_eq!(
+            observe_stream(stream, false, Seen::Waited, || SUCCESS),
+            SUCCESS
+        );
         assert_eq!(destroy_stream(stream, || SUCCESS), SUCCESS);
         assert_eq!(HANDLES[1].load(Ordering::Acquire), FREE);
     }

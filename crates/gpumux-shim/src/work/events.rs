@@ -102,15 +102,15 @@ pub(crate) fn record_all(event: CUevent, real: impl FnOnce() -> CUresult) -> CUr
 /// The program asks for an event.
 pub(crate) fn ask_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
     hold::submitted();
-    observe_event(event, real)
+    observe_event(event, Seen::Waited, real)
 }
 
 /// The program waits for an event.
 pub(crate) fn wait_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
-    hold::wait(|| observe_event(event, real))
+    hold::wait(|kept| observe_event(event, Seen::after_wait(kept), real))
 }
 
-fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
+fn observe_event(event: CUevent, seen: Seen, real: impl FnOnce() -> CUresult) -> CUresult {
     let mark = page().and_then(|_| Mark::of(event).get(event));
     let result = real();
     note(result);
@@ -121,7 +121,7 @@ fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
     {
         let (at, copies) = mark;
         let so_far = (at & ((1 << 48) - 1), copies);
-        STATES[(at >> 48) as usize].finish(so_far, Seen::Waited);
+        STATES[(at >> 48) as usize].finish(so_far, seen);
     }
     result
 }

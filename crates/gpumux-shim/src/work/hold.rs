@@ -119,6 +119,8 @@ struct Place {
     ticket: AtomicU32,
     /// The stream of the work that met it.
     stream: AtomicU64,
+    /// The request is near its end when the program has submitted so many pieces.
+    due: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -165,6 +167,7 @@ static TABLE: [Place; PLACES] = [const {
         slots: AtomicU64::new(0),
         ticket: AtomicU32::new(0),
         stream: AtomicU64::new(0),
+        due: AtomicU64::new(0),
         state: Mutex::new(NOTHING),
     }
 }; PLACES];
@@ -173,6 +176,8 @@ static TABLE: [Place; PLACES] = [const {
 static ARMED: AtomicU32 = AtomicU32::new(0);
 /// Places whose hold work has met and that last until the program waits.
 static KEPT: AtomicU32 = AtomicU32::new(0);
+/// Places in which a long request is expected.
+static EXPECTED: AtomicU32 = AtomicU32::new(0);
 /// Places whose next idleness matters: see [`Lessons::took`].
 static TIMED: AtomicU32 = AtomicU32::new(0);
 /// Groups for which a hold may pay, by their slots; and whether this library may hold of its own accord.
@@ -583,27 +588,28 @@ fn watch(site: Site) {
 
 /// The program waits for what it has submitted. Where a little more and another wait will follow soon, it keeps the device until then.
 #[inline]
-pub(crate) fn wait(real: impl FnOnce() -> CUresult) -> CUresult {
+pub(crate) fn wait(real: impl FnOnce(bool) -> CUresult) -> CUresult {
     kept(true, real)
 }
 
 /// The program reads what it has computed: that is a wait, or the last call before one.
 #[inline]
 pub(crate) fn read(real: impl FnOnce() -> CUresult) -> CUresult {
-    kept(false, real)
+    kept(false, |_| real())
 }
 
 /// Whether the program is known to have submitted all that it had.
 #[inline]
-fn kept(has_submitted: bool, real: impl FnOnce() -> CUresult) -> CUresult {
+fn kept(has_submitted: bool, real: impl FnOnce(bool) -> CUresult) -> CUresult {
     let waiting = match AUTOMATIC.load(Ordering::Relaxed) {
         true => catch_unwind(begin_wait).ok().flatten(),
         false => None,
     };
-    if has_submitted && waiting.is_none_or(|it| it.wait.held.is_none()) {
+    let is_kept = waiting.is_some_and(|it| it.wait.held.is_some());
+    if has_submitted && !is_kept {
         submitted();
     }
-    let result = real();
+    let result = real(is_kept);
     if let Some(waiting) = waiting {
         let _ = catch_unwind(|| end_wait(waiting, has_submitted));
     }
@@ -662,11 +668,40 @@ fn end_wait(it: Waiting, done: bool) {
             }
         }
         state.lessons.end_wait(it.wait, now_us(), done);
+        if let Some(due) = state.lessons.due() {
+            place.due.store(due, Ordering::Release);
+            EXPECTED.fetch_or(1 << it.index, Ordering::AcqRel);
+        }
     }
     // Loading may wait for all work of the context, under a lock that other threads need.
     if it.lacks_kernel && is_idle(place) {
         prepare(it.index);
     }
+}
+
+/// The program has submitted work. Near the end of a long request it takes the device, so that the wait does not lose a neighbour's timeslice.
+#[inline]
+pub(crate) fn ahead() {
+    if EXPECTED.load(Ordering::Relaxed) != 0 {
+        let _ = catch_unwind(come_near);
+    }
+}
+
+fn come_near() -> Option<()> {
+    let index = current_context().and_then(find)?;
+    let (place, bit) = (&TABLE[index], 1 << index);
+    let submitted = slots(place).next()?.submitted();
+    if submitted < place.due.load(Ordering::Acquire)
+        || gate::is_nested()
+        || EXPECTED.fetch_and(!bit, Ordering::AcqRel) & bit == 0
+        || !AUTOMATIC.load(Ordering::Relaxed)
+    {
+        return None;
+    }
+    let mut state = try_lock(&place.state).filter(|_| contended(place))?;
+    let timeout = state.lessons.near(now_us(), submitted)?;
+    hold(index, &mut state, timeout);
+    None
 }
 
 /// Whether [`launched`] has anything to do. One load.

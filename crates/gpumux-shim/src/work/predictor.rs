@@ -19,6 +19,12 @@ const WORTH: f32 = 4.0;
 pub(crate) const TIMEOUT: (f32, f32) = (150.0, 500.0);
 /// The same of one from a wait to the next, in µs: the work that is waited for runs in this time, too.
 const WAITING: f32 = 1_500.0;
+/// The device is taken so long before the end of a long request, in µs: what a neighbour's timeslice of 1 ms leaves of it is enough to run all that was
+/// submitted meanwhile, and the wait at the end loses none.
+const AHEAD: f32 = 1_200.0;
+/// Long requests have so many pieces, and come at most once in so many times as long.
+const LONG: u64 = 32;
+const SELDOM: f32 = 8.0;
 /// Calls of a kind that are only watched at first.
 const WATCHED: u16 = 8;
 /// Of so many calls one is answered the other way, to compare: where holds show, and where they do not.
@@ -90,6 +96,8 @@ pub(crate) struct Waited {
     pub(crate) held: Option<f32>,
     /// The wait shortly before it, until its work is known to be done: which, when it ended, and whether the device was kept since.
     before: Option<(Site, u64, bool)>,
+    /// When its request was near its end, until its work is known to be done, and whether the device was taken then.
+    near: Option<(u64, bool)>,
 }
 
 impl Waited {
@@ -99,8 +107,26 @@ impl Waited {
             ended: 0,
             held: None,
             before: None,
+            near: None,
         }
     }
+}
+
+/// What is known of long requests: those of many pieces, before the first wait.
+struct Long {
+    /// Pieces of the last one, and when it was waited for.
+    pieces: u64,
+    at: u64,
+    seen: u16,
+    /// Part of them that had about as many pieces as the one before.
+    alike: f32,
+    /// From one to the next, and from a piece to the next near the end, in µs.
+    period: f32,
+    each: f32,
+    /// Time from near the end to when all was seen done, in µs, without and with a hold; and how many.
+    took: [(f32, u16); 2],
+    /// The present one is near its end: since when, with how many pieces submitted, and whether the device was taken.
+    near: Option<(u64, u64, bool)>,
 }
 
 /// All that was learned of one context.
@@ -112,6 +138,7 @@ pub(crate) struct Lessons {
     /// The last wait, and how many pieces the program had submitted by then.
     last: Option<Waited>,
     pub(crate) upto: u64,
+    long: Long,
 }
 
 impl Site {
@@ -162,14 +189,22 @@ impl Lessons {
             filled: 0,
             last: None,
             upto: 0,
+            long: Long {
+                pieces: 0,
+                at: 0,
+                seen: 0,
+                alike: 0.0,
+                period: 0.0,
+                each: 0.0,
+                took: [(0.0, 0); 2],
+                near: None,
+            },
         }
     }
 
     /// Whether to take the device for work that this call predicts, and for how long at most, in µs.
     pub(crate) fn decide(&mut self, site: Site, now: u64) -> Option<f32> {
-        let passed = now.saturating_sub(self.filled) as f32;
-        self.filled = now;
-        self.budget = (self.budget + passed * SHARE).min(SAVED_UP);
+        self.fill(now);
         let (call, size) = site.place();
         let lesson = self.of[call][size];
         let lead = site.lead(lesson.gap);
@@ -183,17 +218,30 @@ impl Lessons {
         (pays && every && self.budget > 0.0).then_some(timeout)
     }
 
+    fn fill(&mut self, now: u64) {
+        let passed = now.saturating_sub(self.filled) as f32;
+        self.filled = now;
+        self.budget = (self.budget + passed * SHARE).min(SAVED_UP);
+    }
+
+    /// After how many pieces in all the present request is near its end, if it is a long one like the last.
+    pub(crate) fn due(&self) -> Option<u64> {
+        let pieces = self.long.pieces;
+        (pieces > 0).then(|| self.upto.wrapping_add(pieces - self.long.rest()))
+    }
+
+    /// The request is near its end, with so many pieces submitted in all. Whether to take the device, and for how long at most, in µs.
+    pub(crate) fn near(&mut self, now: u64, submitted: u64) -> Option<f32> {
+        self.fill(now);
+        let timeout = (self.long.pays() && self.budget > 0.0).then_some(AHEAD + WAITING);
+        self.long.near = Some((now, submitted, timeout.is_some()));
+        timeout
+    }
+
     /// The work that a call predicted was seen done so many µs after the call.
     pub(crate) fn took(&mut self, site: Site, us: u64, held: bool) {
         let (call, size) = site.place();
-        let (mean, count) = &mut self.of[call][size].took[usize::from(held)];
-        let weight = RECENT.max(1.0 / (f32::from(*count) + 1.0));
-        let differs = us as f32 - *mean;
-        *mean += match *count {
-            0 => differs,
-            _ => differs.clamp(-FAR, FAR) * weight,
-        };
-        *count = count.saturating_add(1);
+        compare(&mut self.of[call][size].took, us, held);
     }
 
     /// A wait that was answered with a hold has ended; whether the hold had before.
@@ -240,11 +288,19 @@ impl Lessons {
         });
         let mut wait = Waited::new(Site::new(Call::Wait, pieces as usize));
         wait.before = before;
+        if pieces >= LONG {
+            let (near, lost) = self.long.end(now, pieces, upto);
+            wait.near = near;
+            self.budget -= lost;
+        }
         Some((wait, false))
     }
 
     /// It has ended; whether all work is known to be done.
     pub(crate) fn end_wait(&mut self, mut wait: Waited, now: u64, done: bool) {
+        if let Some((near, held)) = wait.near.take_if(|_| done) {
+            compare(&mut self.long.took, now.saturating_sub(near), held);
+        }
         if let Some((site, ended, held)) = wait.before.take_if(|_| done) {
             let took = now.saturating_sub(ended);
             self.took(site, took, held);
@@ -264,6 +320,66 @@ impl Lesson {
         let [(without, one), (with, other)] = self.took;
         self.over < MOSTLY && (one < ENOUGH || other < ENOUGH || with <= without + NOISE)
     }
+}
+
+impl Long {
+    /// Pieces from where the device is taken to the end.
+    fn rest(&self) -> u64 {
+        let half = self.pieces / 2;
+        match self.each > 0.0 {
+            true => ((AHEAD / self.each) as u64).clamp(1, half),
+            false => half,
+        }
+    }
+
+    fn pays(&self) -> bool {
+        let [(without, one), (with, other)] = self.took;
+        let shows = one < ENOUGH || other < ENOUGH || WORTH * (without - with) > AHEAD;
+        let every = match shows {
+            true => !self.seen.is_multiple_of(COMPARED.1),
+            false => self.seen.is_multiple_of(COMPARED.1),
+        };
+        self.seen >= WATCHED && self.alike > 0.5 && self.period > SELDOM * AHEAD && every
+    }
+
+    /// A long request is waited for now, of so many pieces, and so many in all. Returns when it was near its end, and what others have lost.
+    fn end(&mut self, now: u64, pieces: u64, upto: u64) -> (Option<(u64, bool)>, f32) {
+        let before = std::mem::replace(&mut self.pieces, pieces);
+        let alike = pieces.abs_diff(before) <= self.rest() / 4;
+        let weight = if self.seen == 0 { 1.0 } else { RECENT };
+        let period = now.saturating_sub(std::mem::replace(&mut self.at, now)) as f32;
+        self.period += (period.min(1e6) - self.period) * weight;
+        self.alike += (f32::from(u8::from(alike)) - self.alike) * weight;
+        self.seen = self.seen.checked_add(1).unwrap_or(WATCHED);
+        let Some((since, submitted, held)) = self.near.take() else {
+            return (None, 0.0);
+        };
+        let rest = upto.wrapping_sub(submitted);
+        // The first was looked at from its middle on, and does not compare.
+        let compares = alike && self.each > 0.0;
+        if alike && rest > 0 {
+            let each = now.saturating_sub(since) as f32 / rest as f32;
+            let weight = if self.each == 0.0 { 1.0 } else { RECENT };
+            self.each += (each - self.each) * weight;
+        }
+        let lost = match held && !alike {
+            true => missed(AHEAD + WAITING),
+            false => 0.0,
+        };
+        (compares.then_some((since, held)), lost)
+    }
+}
+
+/// Counts how long a request took, without or with a hold.
+fn compare(took: &mut [(f32, u16); 2], us: u64, held: bool) {
+    let (mean, count) = &mut took[usize::from(held)];
+    let weight = RECENT.max(1.0 / (f32::from(*count) + 1.0));
+    let differs = us as f32 - *mean;
+    *mean += match *count {
+        0 => differs,
+        _ => differs.clamp(-FAR, FAR) * weight,
+    };
+    *count = count.saturating_add(1);
 }
 
 /// What others lose to one that no work meets.
@@ -457,6 +573,78 @@ mod tests {
         }
         let most = now / 64 + 20_000 + LOST;
         assert!((most / 4..=most).contains(&lost), "{lost} of {most}");
+    }
+
+    /// A thousand requests of so many pieces, one every 15 µs, after a pause, whose last wait takes so long without and with a hold. How long before it the
+    /// device was taken in each, if it was.
+    fn long(
+        lessons: &mut Lessons,
+        pieces: impl Fn(u64) -> u64,
+        tail: [u64; 2],
+        pause: u64,
+    ) -> Vec<Option<u64>> {
+        let (mut now, mut upto) = (lessons.filled, lessons.upto);
+        let mut request = |pieces| {
+            now += pause;
+            let mut near = None;
+            for _ in 0..pieces {
+                now += 15;
+                upto += 1;
+                if near.is_none() && lessons.due().is_some_and(|due| upto >= due) {
+                    near = Some((now, lessons.near(now, upto)));
+                }
+            }
+            let taken = near.and_then(|(at, held)| held.map(|_| now - at));
+            let (wait, _) = lessons.begin_wait(now, upto).unwrap();
+            now += tail[usize::from(taken.is_some())];
+            lessons.end_wait(wait, now, true);
+            taken
+        };
+        (0..1_000).map(|n| request(pieces(n))).collect()
+    }
+
+    fn taken(found: &[Option<u64>]) -> usize {
+        found.iter().flatten().count()
+    }
+
+    #[test]
+    fn device_is_taken_before_the_end_of_long_requests() {
+        let mut lessons = Lessons::new();
+        let found = long(&mut lessons, |n| 690 + n % 3, [700, 150], 50);
+        assert!((900..960).contains(&taken(&found)), "{}", taken(&found));
+        let near = |ahead: &u64| ahead.abs_diff(AHEAD as u64) < 100;
+        assert!(found.iter().flatten().skip(20).all(near), "{found:?}");
+        // It gains nothing any more, and then it does again.
+        let found = long(&mut lessons, |_| 690, [700, 650], 50);
+        assert!((30..150).contains(&taken(&found)), "{}", taken(&found));
+        let found = long(&mut lessons, |_| 690, [700, 150], 50);
+        assert!(taken(&found) > 700, "{}", taken(&found));
+    }
+
+    #[test]
+    fn requests_that_vary_or_are_too_short_are_let_be() {
+        let tries = |pieces: fn(u64) -> u64, pause| {
+            taken(&long(&mut Lessons::new(), pieces, [700, 150], pause))
+        };
+        assert_eq!(tries(|n| 300 + 100 * (n % 4), 5_000), 0);
+        assert_eq!(tries(|_| LONG - 1, 20_000), 0);
+        assert_eq!(tries(|_| 100, 1_000), 0, "one of 2 ms after the other");
+        assert!(tries(|_| 100, 10_000) > 900);
+    }
+
+    /// Every eighth request goes on where the others end, and the device was taken for nothing.
+    #[test]
+    fn losses_to_requests_that_go_on_have_a_budget() {
+        let mut lessons = Lessons::new();
+        let longer = |n: &usize| n % 8 == 7;
+        let pieces = |n| if longer(&(n as usize)) { 1_000 } else { 400 };
+        let found = long(&mut lessons, pieces, [700, 150], 4_000);
+        let lost = (0..found.len())
+            .filter(longer)
+            .filter(|n| found[*n].is_some());
+        let lost = lost.count() as f32 * missed(AHEAD + WAITING);
+        let most = lessons.filled as f32 * SHARE + SAVED_UP + missed(AHEAD + WAITING);
+        assert!((most / 4.0..=most).contains(&lost), "{lost} of {most}");
     }
 
     #[test]

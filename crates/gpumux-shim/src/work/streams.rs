@@ -289,6 +289,17 @@ pub(super) enum Seen {
     Between,
 }
 
+impl Seen {
+    /// The program has waited. Where it keeps the device for what comes next, its request goes on.
+    pub(super) fn after_wait(keeps_device: bool) -> Self {
+        if keeps_device {
+            Self::Between
+        } else {
+            Self::Waited
+        }
+    }
+}
+
 pub(super) fn places() -> impl Iterator<Item = (u64, &'static Stream)> {
     let used = USED.load(Ordering::Acquire);
     HANDLES[..used]
