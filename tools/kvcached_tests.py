@@ -29,8 +29,10 @@ class Finder:
             import gpumux.compat.kvcached
             return importlib.util.find_spec(name)
 sys.meta_path.insert(0, Finder)
+import site
+site.addsitedir({tree!r})
 """
-"""`sitecustomize` of each Python: one that imports kvcached's module has gpumux's."""
+"""`sitecustomize` of each Python: one that imports kvcached's module has gpumux's. Engines are patched as where kvcached is installed."""
 
 
 def last(text: str) -> str:
@@ -40,26 +42,34 @@ def last(text: str) -> str:
 
 
 def is_script(file: Path) -> bool:
-    """Whether it gives its tests what they take, and pytest would not."""
+    """Whether pytest would find no test in it, or not give the tests what they take."""
     top = ast.parse(file.read_text(encoding="utf-8")).body
+    tests = [node for node in ast.walk(ast.Module(top, [])) if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    guarded = any(isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in top)
+    if not tests:
+        return not guarded
     imported = {it.name for node in top if isinstance(node, ast.Import) for it in node.names}
     imported |= {node.module for node in top if isinstance(node, ast.ImportFrom) and node.module}
-    takes = any(isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.args.args for node in top)
-    return takes and "pytest" not in imported and any(isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in top)
+    takes = any(it in top and it.args.args for it in tests)
+    return takes and "pytest" not in imported and guarded
 
 
 def run(tree: Path, file: Path) -> tuple[int, str]:
     """The code of pytest or of a script, and its last line."""
-    command = [str(file)] if is_script(file) else ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    script = is_script(file)
+    command = [str(file)] if script else ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     command = [sys.executable, "-m", "gpumux.compat.kvcached", *command]
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "sitecustomize.py").write_text(CHILD, encoding="utf-8")
+        Path(folder, "sitecustomize.py").write_text(CHILD.format(tree=str(tree)), encoding="utf-8")
         path = os.pathsep.join([folder, str(tree), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST_S)
         except subprocess.TimeoutExpired:
             return 1, f"not done after {LONGEST_S} s"
+    # A script may print an error and go on.
+    if script and ended.returncode == 0 and "Traceback (most recent call last)" in ended.stderr:
+        return 1, last(ended.stderr)
     return ended.returncode, last(ended.stdout + ended.stderr if ended.returncode not in (0, 5) else ended.stdout)
 
 

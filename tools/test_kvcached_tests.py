@@ -48,6 +48,15 @@ class Files(unittest.TestCase):
         code, words = kvcached_tests.run(self.tree, self.file(SCRIPT.replace("test_it(0)", "sys.exit('no page')")))
         self.assertEqual((code, words), (1, "no page"))
 
+    def test_file_without_functions_is_a_script_whose_error_counts(self) -> None:
+        self.assertEqual(kvcached_tests.run(self.tree, self.file("print('all passed')")), (0, "all passed"))
+        bad = "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"
+        self.assertEqual(kvcached_tests.run(self.tree, self.file(bad)), (1, "ZeroDivisionError: division by zero"))
+
+    def test_engines_are_patched_as_where_kvcached_is_installed(self) -> None:
+        (self.tree / "patch.pth").write_text("import sys; sys.patched = True\n")
+        self.assertEqual(kvcached_tests.run(self.tree, self.file("import sys\nprint(sys.patched)")), (0, "True"))
+
     def test_only_tests_whose_arguments_the_file_gives_are_scripts(self) -> None:
         self.assertTrue(kvcached_tests.is_script(self.file()))
         for text in (
@@ -55,6 +64,7 @@ class Files(unittest.TestCase):
             SCRIPT.replace("import kvcached.vmm_ops\n", "import kvcached.vmm_ops, pytest\n", 1),
             SCRIPT.replace("import kvcached.vmm_ops\n", "from pytest import fixture\n", 1),
             SCRIPT.partition("if __name__")[0],
+            SCRIPT.replace("test_it", "check"),
         ):
             self.assertFalse(kvcached_tests.is_script(self.file(text)))
 

@@ -258,6 +258,38 @@ while True:
     assert_eq!(hints(&tenant, "given"), 0, "{tenant:#}");
 }
 
+/// A program that submits many pieces and only then waits, as a language model that is launched kernel by kernel: the device is taken before the wait, so
+/// that no neighbour has it then.
+#[test]
+fn device_is_taken_before_a_long_request_is_waited_for() {
+    const PROGRAM: &str = r#"
+import time
+use_device()
+address = ctypes.c_uint64()
+call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(1 << 20))
+def spin(us):
+    end = time.perf_counter() + us * 1e-6
+    while time.perf_counter() < end:
+        pass
+while True:
+    for _ in range(400):
+        call("cuMemsetD8Async", address, 7, ctypes.c_size_t(4096), None)
+        spin(40)
+    call("cuStreamSynchronize", None)
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let _batch = batch(&node);
+    let _auto = Process::start(&mut node.tenant("--class latency --name auto", &program));
+    let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 50);
+    assert!(
+        hints(&tenant, "wasted") < hints(&tenant, "useful"),
+        "{tenant:#}"
+    );
+}
+
 /// Loading code may wait for all work of the context: not to be done at a wait for a part of it.
 #[test]
 fn nothing_is_made_ready_while_work_goes_on() {

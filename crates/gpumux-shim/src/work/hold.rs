@@ -11,7 +11,7 @@
 //! waits for the whole context without work, and at exit. Host and kernel speak through words of host memory.
 //!
 //! A hold may also last from one wait to the next, where a program submits only a little between the two: then it begins while the device still
-//! works for the first.
+//! works for the first. And it may begin near the end of a long request, where the host has submitted nearly all of it.
 //!
 //! Holds happen where the daemon reports that they may pay ([`set_policy`]), never during a stream capture, and but for those only
 //! while the context has no work.
@@ -249,8 +249,9 @@ pub(crate) fn set_policy(contended: u64, automatic: bool) {
 pub(crate) fn in_child() {
     CONTENDED.store(0, Ordering::Release);
     AUTOMATIC.store(false, Ordering::Release);
-    ARMED.store(0, Ordering::Release);
-    KEPT.store(0, Ordering::Release);
+    for bits in [&ARMED, &KEPT, &EXPECTED] {
+        bits.store(0, Ordering::Release);
+    }
 }
 
 /// The process ends. A thread that is just taking a device is awaited until this time: libcuda must not be called during its end.
@@ -311,8 +312,9 @@ pub(crate) fn end(context: u64, work: impl FnOnce() -> bool) -> bool {
     }
     place.context.store(0, Ordering::Release);
     place.device.store(-1, Ordering::Relaxed);
-    ARMED.fetch_and(!(1 << index), Ordering::AcqRel);
-    KEPT.fetch_and(!(1 << index), Ordering::AcqRel);
+    for bits in [&ARMED, &KEPT, &EXPECTED] {
+        bits.fetch_and(!(1 << index), Ordering::AcqRel);
+    }
     if let Some(words) = words(index) {
         let ticket = place.ticket.load(Ordering::Acquire);
         words.finished.store(ticket, Ordering::Release);
@@ -682,26 +684,33 @@ fn end_wait(it: Waiting, done: bool) {
 /// The program has submitted work. Near the end of a long request it takes the device, so that the wait does not lose a neighbour's timeslice.
 #[inline]
 pub(crate) fn ahead() {
-    if EXPECTED.load(Ordering::Relaxed) != 0 {
-        let _ = catch_unwind(come_near);
+    for index in bits(EXPECTED.load(Ordering::Relaxed).into()) {
+        let place = &TABLE[index as usize];
+        let due = place.due.load(Ordering::Acquire);
+        if let Some(submitted) = slots(place).next().map(Slot::submitted)
+            && submitted >= due
+        {
+            let _ = catch_unwind(|| come_near(index as usize, submitted));
+        }
     }
 }
 
-fn come_near() -> Option<()> {
-    let index = current_context().and_then(find)?;
+#[cold]
+fn come_near(index: usize, submitted: u64) {
     let (place, bit) = (&TABLE[index], 1 << index);
-    let submitted = slots(place).next()?.submitted();
-    if submitted < place.due.load(Ordering::Acquire)
-        || gate::is_nested()
+    // Within a call the driver may have locks that a launch needs.
+    if gate::is_nested()
+        || current_context() != Some(place.context.load(Ordering::Acquire))
         || EXPECTED.fetch_and(!bit, Ordering::AcqRel) & bit == 0
         || !AUTOMATIC.load(Ordering::Relaxed)
     {
-        return None;
+        return;
     }
-    let mut state = try_lock(&place.state).filter(|_| contended(place))?;
-    let timeout = state.lessons.near(now_us(), submitted)?;
-    hold(index, &mut state, timeout);
-    None
+    if let Some(mut state) = try_lock(&place.state).filter(|_| contended(place))
+        && let Some(timeout) = state.lessons.near(now_us(), submitted)
+    {
+        hold(index, &mut state, timeout);
+    }
 }
 
 /// Whether [`launched`] has anything to do. One load.
