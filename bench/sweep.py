@@ -1,7 +1,7 @@
 """How long a neighbour's timeslice may be: latency programs of every shape (shapes.py) beside PyTorch training, in rounds (rounds.py).
 
-Modes: `alone`, `time-slicing`, `gpumux` (its own choice), and fixed timeslices of the neighbour, `1us` to `2ms`. A fixed one is what
-`--latency-objective` gives, at ten times its length; it is set between the cells, so that all have the same processes.
+Modes: `alone`, `time-slicing`, `gpumux` (its own choice), `no-hints` (the same without hints), and fixed timeslices of the neighbour, `1us` to `2ms`. A fixed one is
+what `--latency-objective` gives, at ten times its length; it is set between the cells, so that all have the same processes.
 
 Values: `latency_*` of the program's requests, also relative to alone; `batch_rate` of training, steps per second; `latency_rate`, requests per second. In case
 `changing` also by kind.
@@ -21,7 +21,7 @@ from common import Crew, Gpumux, Results
 
 CASES = ["graph", "eager", "short", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing"]
 TIMESLICES_US = {"1us": 1, "50us": 50, "100us": 100, "200us": 200, "500us": 500, "1ms": 1000, "2ms": 2000}
-MODES = ["alone", "time-slicing", "gpumux", *TIMESLICES_US]
+MODES = ["alone", "time-slicing", "gpumux", "no-hints", *TIMESLICES_US]
 # A request waits for a tenth of its objective at most.
 OBJECTIVE = 10
 LEAD_S = 0.25
@@ -31,7 +31,7 @@ def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> di
     """One mode in one round."""
     if isinstance(crew.mode, Gpumux):
         us = TIMESLICES_US.get(mode)
-        peers.settle(crew, "auto", "none" if us is None else f"{us * OBJECTIVE / 1e3:g}ms")
+        peers.settle(crew, "off" if mode == "no-hints" else "auto", "none" if us is None else f"{us * OBJECTIVE / 1e3:g}ms")
     program = {"program": {"op": "shape", "shape": case, "seed": number}}
     answers = peers.beside(crew, mode, seconds, program, {"training": STEPS}, LEAD_S)
     found = answers["program"]
