@@ -275,19 +275,21 @@ while True:
     for _ in range(400):
         call("cuMemsetD8Async", address, 7, ctypes.c_size_t(4096), None)
         spin(40)
-    call("cuStreamSynchronize", None)
+    call(WAIT)
 "#;
-    let node = Node::start();
-    let Some(program) = python(&node, PROGRAM) else {
-        return;
-    };
-    let _batch = batch(&node);
-    let _auto = Process::start(&mut node.tenant("--class latency --name auto", &program));
-    let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 50);
-    assert!(
-        hints(&tenant, "wasted") < hints(&tenant, "useful"),
-        "{tenant:#}"
-    );
+    for wait in ["\"cuStreamSynchronize\", None", "\"cuCtxSynchronize\""] {
+        let node = Node::start();
+        let Some(program) = python(&node, &PROGRAM.replace("WAIT", wait)) else {
+            return;
+        };
+        let _batch = batch(&node);
+        let _auto = Process::start(&mut node.tenant("--class latency --name auto", &program));
+        let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 50);
+        assert!(
+            hints(&tenant, "wasted") < hints(&tenant, "useful"),
+            "{tenant:#}"
+        );
+    }
 }
 
 /// Loading code may wait for all work of the context: not to be done at a wait for a part of it.

@@ -434,9 +434,11 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
     if page().is_none() || context == 0 {
         return real();
     }
+    hold::wait_for_all(context, || observe_all(context, real))
+}
+
+fn observe_all(context: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let mut seen = [(0, 0); STREAMS];
-    hold::submitted();
-    hold::before_wait(context);
     let mine = |state: &Stream| state.context.load(Ordering::Relaxed) == context;
     for ((_, state), so_far) in places()
         .zip(&mut seen)

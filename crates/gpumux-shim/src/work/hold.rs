@@ -137,6 +137,8 @@ struct State {
     running: Option<(Site, u64, bool)>,
     /// The hold counts as a piece of work, as the program has no other until the next wait.
     counts: bool,
+    /// A hold pays, and its kernel is not loaded.
+    lacks_kernel: bool,
     lessons: Lessons,
 }
 
@@ -157,6 +159,7 @@ const NOTHING: State = State {
     pending: None,
     running: None,
     counts: false,
+    lacks_kernel: false,
     lessons: Lessons::new(),
 };
 
@@ -600,22 +603,50 @@ pub(crate) fn read(real: impl FnOnce() -> CUresult) -> CUresult {
     kept(false, |_| real())
 }
 
+/// The program waits for a whole context: also for holds there, so none outlasts that.
+pub(crate) fn wait_for_all(context: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    let waiting = match current_context() == Some(context) {
+        true => begins_to_wait(false),
+        false => None,
+    };
+    submitted();
+    if let Some(index) = is_armed().then(|| find(context)).flatten()
+        && ARMED.load(Ordering::Acquire) >> index & 1 != 0
+    {
+        // No work has met it.
+        release(index);
+    }
+    let result = real();
+    has_waited(waiting, true);
+    result
+}
+
 /// Whether the program is known to have submitted all that it had.
 #[inline]
 fn kept(has_submitted: bool, real: impl FnOnce(bool) -> CUresult) -> CUresult {
-    let waiting = match AUTOMATIC.load(Ordering::Relaxed) {
-        true => catch_unwind(begin_wait).ok().flatten(),
-        false => None,
-    };
+    let waiting = begins_to_wait(true);
     let is_kept = waiting.is_some_and(|it| it.wait.held.is_some());
     if has_submitted && !is_kept {
         submitted();
     }
     let result = real(is_kept);
-    if let Some(waiting) = waiting {
-        let _ = catch_unwind(|| end_wait(waiting, has_submitted));
-    }
+    has_waited(waiting, has_submitted);
     result
+}
+
+#[inline]
+fn begins_to_wait(may_keep: bool) -> Option<Waiting> {
+    match AUTOMATIC.load(Ordering::Relaxed) {
+        true => catch_unwind(|| begin_wait(may_keep)).ok().flatten(),
+        false => None,
+    }
+}
+
+#[inline]
+fn has_waited(waiting: Option<Waiting>, done: bool) {
+    if let Some(waiting) = waiting {
+        let _ = catch_unwind(|| end_wait(waiting, done));
+    }
 }
 
 /// A wait that goes on.
@@ -623,12 +654,11 @@ fn kept(has_submitted: bool, real: impl FnOnce(bool) -> CUresult) -> CUresult {
 struct Waiting {
     index: usize,
     wait: Waited,
-    /// A hold pays, and its kernel is not loaded.
-    lacks_kernel: bool,
 }
 
+/// `may_keep`: a hold may outlast the wait.
 #[cold]
-fn begin_wait() -> Option<Waiting> {
+fn begin_wait(may_keep: bool) -> Option<Waiting> {
     // Within a call the driver may have locks that a launch needs.
     if gate::is_nested() {
         return None;
@@ -639,24 +669,24 @@ fn begin_wait() -> Option<Waiting> {
     let now = now_us();
     let upto = slots(place).next()?.submitted();
     let (mut wait, goes_on) = state.lessons.begin_wait(now, upto)?;
-    let pays = match goes_on {
-        true => None,
-        false => state.lessons.decide(wait.site, now),
+    let pays = match may_keep && !goes_on {
+        true => state.lessons.decide(wait.site, now),
+        false => None,
     };
-    if let Some(timeout) = pays {
-        let hinted = hold(index, &mut state, timeout);
-        wait.held = matches!(hinted, Hinted::Held | Hinted::Already).then_some(timeout);
-    }
-    Some(Waiting {
-        index,
-        wait,
-        lacks_kernel: pays.is_some() && state.ready == Ready::No,
-    })
+    wait.held = pays.filter(|timeout| keeps(index, &mut state, *timeout));
+    Some(Waiting { index, wait })
+}
+
+/// Whether the device is held from now on.
+fn keeps(index: usize, state: &mut State, timeout_us: f32) -> bool {
+    state.lacks_kernel |= state.ready == Ready::No;
+    let hinted = hold(index, state, timeout_us);
+    matches!(hinted, Hinted::Held | Hinted::Already)
 }
 
 #[cold]
 fn end_wait(it: Waiting, done: bool) {
-    let place = &TABLE[it.index];
+    let (place, mut lacks_kernel) = (&TABLE[it.index], false);
     if let Some(mut state) = try_lock(&place.state) {
         if done && it.wait.held.is_some() {
             account(it.index, &mut state);
@@ -674,9 +704,10 @@ fn end_wait(it: Waiting, done: bool) {
             place.due.store(due, Ordering::Release);
             EXPECTED.fetch_or(1 << it.index, Ordering::AcqRel);
         }
+        lacks_kernel = std::mem::take(&mut state.lacks_kernel);
     }
     // Loading may wait for all work of the context, under a lock that other threads need.
-    if it.lacks_kernel && is_idle(place) {
+    if lacks_kernel && is_idle(place) {
         prepare(it.index);
     }
 }
@@ -708,8 +739,9 @@ fn come_near(index: usize, submitted: u64) {
     }
     if let Some(mut state) = try_lock(&place.state).filter(|_| contended(place))
         && let Some(timeout) = state.lessons.near(now_us(), submitted)
+        && !keeps(index, &mut state, timeout)
     {
-        hold(index, &mut state, timeout);
+        state.lessons.not_held();
     }
 }
 
@@ -821,15 +853,6 @@ pub(crate) fn forget_stream(stream: u64) {
     for place in TABLE.iter().filter(used) {
         let _state = lock(&place.state);
         let _ = (place.stream).compare_exchange(stream, 0, Ordering::AcqRel, Ordering::Acquire);
-    }
-}
-
-/// The program is about to wait for a whole context: not for a hold that no work has met.
-pub(crate) fn before_wait(context: u64) {
-    if let Some(index) = is_armed().then(|| find(context)).flatten()
-        && ARMED.load(Ordering::Acquire) >> index & 1 != 0
-    {
-        release(index);
     }
 }
 
@@ -1079,12 +1102,7 @@ mod tests {
         let ends = |held| {
             let mut wait = Waited::new(Site::new(Call::Wait, 3));
             wait.held = held;
-            let waiting = Waiting {
-                index,
-                wait,
-                lacks_kernel: false,
-            };
-            end_wait(waiting, true);
+            end_wait(Waiting { index, wait }, true);
             let state = lock(&place.state);
             (state.counts, state.lessons.upto)
         };
