@@ -668,12 +668,10 @@ fn begin_wait(may_keep: bool) -> Option<Waiting> {
     let mut state = try_lock(&place.state).filter(|_| contended(place))?;
     let now = now_us();
     let upto = slots(place).next()?.submitted();
-    let (mut wait, goes_on) = state.lessons.begin_wait(now, upto)?;
-    let pays = match may_keep && !goes_on {
-        true => state.lessons.decide(wait.site, now),
-        false => None,
-    };
-    wait.held = pays.filter(|timeout| keeps(index, &mut state, *timeout));
+    let (mut wait, takes) = state.lessons.begin_wait(now, upto, may_keep)?;
+    if takes {
+        wait.held = (wait.held).filter(|timeout| keeps(index, &mut state, *timeout));
+    }
     Some(Waiting { index, wait })
 }
 

@@ -294,13 +294,18 @@ impl Lessons {
         hit
     }
 
-    /// A wait begins, when so many pieces have been submitted. Also whether it is the last one, which goes on: a program reads a number, and then
-    /// waits for it.
-    pub(crate) fn begin_wait(&mut self, now: u64, upto: u64) -> Option<(Waited, bool)> {
+    /// A wait begins, when so many pieces have been submitted; a hold may outlast it, or not. Returns the wait, and whether the device is to be taken for it now. It
+    /// is not where the last wait goes on: a program reads a number, and then waits for it.
+    pub(crate) fn begin_wait(
+        &mut self,
+        now: u64,
+        upto: u64,
+        may_keep: bool,
+    ) -> Option<(Waited, bool)> {
         let pieces = upto.wrapping_sub(std::mem::replace(&mut self.upto, upto));
         let before = self.last.take();
         if pieces == 0 {
-            return Some((before?, true));
+            return Some((before?, false));
         }
         let before = before.and_then(|it| {
             let came_soon = self.learn(it.site, now.saturating_sub(it.ended), it.held);
@@ -313,7 +318,10 @@ impl Lessons {
             wait.near = near;
             self.budget -= lost;
         }
-        Some((wait, false))
+        if may_keep {
+            wait.held = self.decide(wait.site, now);
+        }
+        Some((wait, wait.held.is_some()))
     }
 
     /// It has ended; whether all work is known to be done.
@@ -557,13 +565,13 @@ mod tests {
         for _ in 0..1_000 {
             for (pieces, gap) in [(600, 100), (3, 9_000)] {
                 upto += pieces;
-                let (mut wait, _) = lessons.begin_wait(now, upto).unwrap();
+                let (wait, _) = lessons.begin_wait(now, upto, true).unwrap();
                 let late = wait.before.is_some_and(|(_, _, held)| held);
-                wait.held = lessons.decide(wait.site, now);
                 held += u32::from(wait.held.is_some());
                 lessons.end_wait(wait, now, false);
-                let (wait, goes_on) = lessons.begin_wait(now + 2, upto).unwrap();
-                assert!(goes_on);
+                let before = wait.held;
+                let (wait, takes) = lessons.begin_wait(now + 2, upto, true).unwrap();
+                assert_eq!((wait.held, takes), (before, false), "it goes on");
                 now += if late { 1_500 } else { 300 };
                 lessons.end_wait(wait, now, true);
                 now += gap;
@@ -580,9 +588,7 @@ mod tests {
         let (mut now, mut upto, mut lost) = (0, 0, 0);
         let mut begin = |lessons: &mut Lessons, now, pieces| {
             upto += pieces;
-            let (mut wait, _) = lessons.begin_wait(now, upto).unwrap();
-            wait.held = lessons.decide(wait.site, now);
-            wait
+            lessons.begin_wait(now, upto, true).unwrap().0
         };
         for _ in 0..5_000 {
             for _ in 0..4 {
@@ -621,7 +627,7 @@ mod tests {
                 }
             }
             let taken = near.and_then(|(at, held)| held.map(|_| now - at));
-            let (wait, _) = lessons.begin_wait(now, upto).unwrap();
+            let (wait, _) = lessons.begin_wait(now, upto, false).unwrap();
             now += tail(number, usize::from(taken.is_some()));
             lessons.end_wait(wait, now, true);
             taken
