@@ -735,5 +735,9 @@ mod tests {
                 lessons.learn(site, gap, None);
             }
         }
+        let mut lessons = Lessons::new();
+        long(&mut lessons, |_| 690, |_, held| [700, 150][held], 50);
+        lessons.long.seen += 1;
+        assert_eq!(lessons.near(lessons.filled, 0), Some(2_700.0));
     }
 }
