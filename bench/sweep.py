@@ -17,21 +17,19 @@ import common
 import peers
 import rounds
 from colocation import STEPS, rate
-from common import Crew, Gpumux, Results
+from common import Crew, Results
 
 CASES = ["graph", "eager", "short", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing"]
 TIMESLICES_US = {"1us": 1, "50us": 50, "100us": 100, "200us": 200, "500us": 500, "1ms": 1000, "2ms": 2000}
 MODES = ["alone", "time-slicing", "gpumux", "no-hints", *TIMESLICES_US]
 # A request waits for a tenth of its objective at most.
 OBJECTIVE = 10
+SETTINGS = peers.SETTINGS | {name: ("auto", f"{us * OBJECTIVE / 1e3:g}ms") for name, us in TIMESLICES_US.items()}
 LEAD_S = 0.25
 
 
 def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> dict[str, Any]:
     """One mode in one round."""
-    if isinstance(crew.mode, Gpumux):
-        us = TIMESLICES_US.get(mode)
-        peers.settle(crew, "off" if mode == "no-hints" else "auto", "none" if us is None else f"{us * OBJECTIVE / 1e3:g}ms")
     program = {"program": {"op": "shape", "shape": case, "seed": number}}
     answers = peers.beside(crew, mode, seconds, program, {"training": STEPS}, LEAD_S)
     found = answers["program"]
@@ -58,7 +56,7 @@ def main() -> int:
     results = Results("sweep", options.out, CASES, MODES)
     stages = {name: "time-slicing" if name in ("alone", "time-slicing") else "gpumux" for name in MODES if name in options.modes}
     cell = functools.partial(measure, seconds=seconds)
-    return peers.compare(results, options.cases, stages, lambda *_: programs, cell, logs, options.budget, most, least)
+    return peers.compare(results, options.cases, stages, lambda *_: programs, cell, logs, options.budget, most, least, settings=SETTINGS)
 
 
 if __name__ == "__main__":

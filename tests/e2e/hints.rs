@@ -21,6 +21,18 @@ fn hints(tenant: &Value, what: &str) -> u64 {
     tenant["hints"][what].as_u64().expect("a number")
 }
 
+/// Work meets most of the reservations that the library makes for a program beside a batch tenant. Both go on.
+fn beside_batch_most_are_useful(node: &Node, program: &str) -> [Process; 2] {
+    let batch = batch(node);
+    let auto = Process::start(&mut node.tenant("--class latency --name auto", program));
+    let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 50);
+    assert!(
+        hints(&tenant, "wasted") < hints(&tenant, "useful"),
+        "{tenant:#}"
+    );
+    [batch, auto]
+}
+
 /// Requests that hint 300 µs ahead.
 const HINTING: &str =
     "gpumux workload latency --hint manual --prepare-us 300 --period-us 10000 --seconds 60";
@@ -244,13 +256,7 @@ while True:
     let Some(program) = python(&node, PROGRAM) else {
         return;
     };
-    let _batch = batch(&node);
-    let _auto = Process::start(&mut node.tenant("--class latency --name auto", &program));
-    let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 50);
-    assert!(
-        hints(&tenant, "wasted") < hints(&tenant, "useful"),
-        "{tenant:#}"
-    );
+    let _tenants = beside_batch_most_are_useful(&node, &program);
     let manual = "--class latency --hints manual --name manual";
     let _manual = Process::start(&mut node.tenant(manual, &program));
     let busy = |tenant: &Value| tenant["domains"][0]["runnable_us"].as_u64() > Some(100_000);
@@ -282,13 +288,7 @@ while True:
         let Some(program) = python(&node, &PROGRAM.replace("WAIT", wait)) else {
             return;
         };
-        let _batch = batch(&node);
-        let _auto = Process::start(&mut node.tenant("--class latency --name auto", &program));
-        let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 50);
-        assert!(
-            hints(&tenant, "wasted") < hints(&tenant, "useful"),
-            "{tenant:#}"
-        );
+        beside_batch_most_are_useful(&node, &program);
     }
 }
 

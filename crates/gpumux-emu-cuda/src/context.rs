@@ -231,7 +231,7 @@ impl Context {
 
     /// Fails once the context is of no use.
     pub(crate) fn check(&self) -> Result {
-        self.state().error.map_or(Ok(()), Err)
+        self.state().check()
     }
 
     /// Whose memory its kernels may touch.
@@ -274,9 +274,7 @@ impl Context {
         let mut order = lock(&self.order);
         let mut state = self.state();
         loop {
-            if let Some(error) = state.error {
-                return Err(error);
-            }
+            state.check()?;
             if state.pending.is_empty() || state.pending.len() + ops.len() <= MAX_LIVE {
                 break;
             }
@@ -343,9 +341,7 @@ impl Context {
     pub(crate) fn query(&self, stream: u64) -> Result<bool> {
         let busy = {
             let state = self.state();
-            if let Some(error) = state.error {
-                return Err(error);
-            }
+            state.check()?;
             state.streams.get(&stream).filter(|it| it.busy()).copied()
         };
         // As libcuda does: puts a mark behind it. It keeps the device from turning to others while
@@ -382,9 +378,7 @@ impl Context {
         let busy: Vec<u64> = {
             // At once: a failure drops all work, and a wait that found none would have succeeded.
             let state = self.state();
-            if let Some(error) = state.error {
-                return Err(error);
-            }
+            state.check()?;
             let busy = state.streams.iter().filter(|(_, stream)| stream.busy());
             busy.map(|(id, _)| *id).collect()
         };
@@ -414,9 +408,7 @@ impl Context {
     fn wait(&self, done: impl Fn(&State) -> bool) -> Result {
         let mut state = self.state();
         loop {
-            if let Some(error) = state.error {
-                return Err(error);
-            }
+            state.check()?;
             if done(&state) {
                 return Ok(());
             }
@@ -635,6 +627,11 @@ fn why_lost() -> CuError {
 }
 
 impl State {
+    /// Fails once nothing more can be done.
+    fn check(&self) -> Result {
+        self.error.map_or(Ok(()), Err)
+    }
+
     fn add_stream(&mut self, blocking: bool, priority: i8) -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
