@@ -734,6 +734,8 @@ def commit(_address, _first, _count, wait_ms):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     return 1
 kv._commit = commit
+# Ignored where the tests run in a shell's background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 memory = object.__new__(kv._Elastic)
 memory.address = 1 << 30
 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
