@@ -19,6 +19,7 @@ pub(crate) mod copies;
 mod events;
 pub(crate) mod graphs;
 pub(crate) mod hold;
+mod long;
 pub(crate) mod meter;
 pub(crate) mod permits;
 mod poller;

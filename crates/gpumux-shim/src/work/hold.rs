@@ -654,6 +654,8 @@ fn has_waited(waiting: Option<Waiting>, done: bool) {
 struct Waiting {
     index: usize,
     wait: Waited,
+    /// Work has met the hold before the wait: none does that comes after it.
+    met: bool,
 }
 
 /// `may_keep`: a hold may outlast the wait.
@@ -672,7 +674,8 @@ fn begin_wait(may_keep: bool) -> Option<Waiting> {
     if takes {
         wait.held = (wait.held).filter(|timeout| keeps(index, &mut state, *timeout));
     }
-    Some(Waiting { index, wait })
+    let met = is_met(index);
+    Some(Waiting { index, wait, met })
 }
 
 /// Whether the device is held from now on.
@@ -688,7 +691,7 @@ fn end_wait(it: Waiting, done: bool) {
     if let Some(mut state) = try_lock(&place.state) {
         if done && it.wait.held.is_some() {
             account(it.index, &mut state);
-            let over = !state.open && !is_met(it.index);
+            let over = !state.open && (it.met || !is_met(it.index));
             state.lessons.waited(it.wait.site, over);
             // Others do not have the device now: they are not to be charged for it.
             if state.open && is_idle(place) {
@@ -696,16 +699,20 @@ fn end_wait(it: Waiting, done: bool) {
                 state.lessons.upto = state.lessons.upto.wrapping_add(1);
                 state.counts = true;
             }
+            // Others have it again: what was thought to go on has ended, see `Seen::after_wait`.
+            if !state.open {
+                slots(place).for_each(|slot| slot.complete(slot.completed()));
+            }
         }
         state.lessons.end_wait(it.wait, now_us(), done);
         if let Some(due) = state.lessons.due() {
             place.due.store(due, Ordering::Release);
             EXPECTED.fetch_or(1 << it.index, Ordering::AcqRel);
         }
-        lacks_kernel = std::mem::take(&mut state.lacks_kernel);
+        // Loading may wait for all work of the context, under a lock that other threads need.
+        lacks_kernel = is_idle(place) && std::mem::take(&mut state.lacks_kernel);
     }
-    // Loading may wait for all work of the context, under a lock that other threads need.
-    if lacks_kernel && is_idle(place) {
+    if lacks_kernel {
         prepare(it.index);
     }
 }
@@ -728,15 +735,21 @@ pub(crate) fn ahead() {
 fn come_near(index: usize, submitted: u64) {
     let (place, bit) = (&TABLE[index], 1 << index);
     // Within a call the driver may have locks that a launch needs.
-    if gate::is_nested()
-        || current_context() != Some(place.context.load(Ordering::Acquire))
+    if gate::is_nested() || current_context() != Some(place.context.load(Ordering::Acquire)) {
+        return;
+    }
+    let Some(mut state) = try_lock(&place.state) else {
+        return;
+    };
+    // Another thread may have waited meanwhile: this is the next request.
+    if state.lessons.due().is_none_or(|due| submitted < due)
         || EXPECTED.fetch_and(!bit, Ordering::AcqRel) & bit == 0
         || !AUTOMATIC.load(Ordering::Relaxed)
+        || !contended(place)
     {
         return;
     }
-    if let Some(mut state) = try_lock(&place.state).filter(|_| contended(place))
-        && let Some(timeout) = state.lessons.near(now_us(), submitted)
+    if let Some(timeout) = state.lessons.near(now_us(), submitted)
         && !keeps(index, &mut state, timeout)
     {
         state.lessons.not_held();
@@ -1100,7 +1113,8 @@ mod tests {
         let ends = |held| {
             let mut wait = Waited::new(Site::new(Call::Wait, 3));
             wait.held = held;
-            end_wait(Waiting { index, wait }, true);
+            let met = false;
+            end_wait(Waiting { index, wait, met }, true);
             let state = lock(&place.state);
             (state.counts, state.lessons.upto)
         };
@@ -1114,6 +1128,53 @@ mod tests {
         account_all();
         assert!(!lock(&place.state).counts);
         assert_eq!(ends(Some(500.0)), (false, 1), "it was over before");
+        end(CONTEXT, || true);
+    }
+
+    /// A read ends while its work goes on: only the wait after it can load the kernel.
+    #[test]
+    fn kernel_is_still_lacking_after_a_read() {
+        let _alone = crate::ground::guard::alone();
+        const CONTEXT: u64 = 0xc7;
+        know(CONTEXT, 0);
+        let index = find(CONTEXT).unwrap();
+        let place = &TABLE[index];
+        // There is no such slot, so it is not idle.
+        place.slots.store(1 << 63, Ordering::Relaxed);
+        lock(&place.state).lacks_kernel = true;
+        let wait = Waited::new(Site::new(Call::Wait, 600));
+        let met = false;
+        end_wait(Waiting { index, wait, met }, false);
+        assert!(lock(&place.state).lacks_kernel);
+        end(CONTEXT, || true);
+    }
+
+    /// The hold before the end is met by what is submitted after it, and runs out while the program waits.
+    #[test]
+    fn hold_that_runs_out_in_the_wait_is_over() {
+        let _alone = crate::ground::guard::alone();
+        const CONTEXT: u64 = 0xc8;
+        know(CONTEXT, 0);
+        let index = find(CONTEXT).unwrap();
+        let (place, words) = (&TABLE[index], &make_words().unwrap()[index]);
+        let held = |met| {
+            lock(&place.state).lessons = Lessons::new();
+            let held = |ticket: &u32| {
+                for word in [&place.ticket, &words.met, &words.finished] {
+                    word.store(*ticket, Ordering::Release);
+                }
+                let mut state = lock(&place.state);
+                state.open = true;
+                let upto = u64::from(ticket * 690);
+                let (wait, _) = state.lessons.begin_wait(now_us(), upto, true).unwrap();
+                drop(state);
+                end_wait(Waiting { index, wait, met }, true);
+                wait.held.is_some()
+            };
+            (1..=100).filter(held).count()
+        };
+        let (lasts, runs_out) = (held(false), held(true));
+        assert!(lasts > 80 && runs_out < 30, "{lasts} {runs_out}");
         end(CONTEXT, || true);
     }
 

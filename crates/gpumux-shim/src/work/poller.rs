@@ -93,7 +93,8 @@ pub(crate) fn start_poller(started: &mut bool) {
                     }
                 };
                 tick = permits::hasten(pause, outstanding);
-                settle(hold::account_all(), Seen::Between);
+                // Where nothing came that a hold was kept for, the wait before it was the last.
+                settle(hold::account_all(), Seen::Waited);
             }
         });
 }

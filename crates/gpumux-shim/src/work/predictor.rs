@@ -7,28 +7,20 @@
 //! the losses together stay below a small part of the time. And it must show: where requests with a hold take
 //! longer than those without, whatever the reason (streams that share a hardware queue, say), there are none.
 
+use super::long::{AHEAD, COMPARED, End, LONG, Long, RECENT, WATCHED, WORTH, is_one_of};
+
 /// A switch of contexts on a full H100 in µs.
 const SWITCH: f32 = 170.0;
 /// Launching two hold kernels in µs: the program waits for that.
 const ISSUE: f32 = 12.0;
 /// The least gain in µs that is worth anything.
 const LEAST: f32 = 25.0;
-/// A microsecond of latency weighs as many of the others' device time.
-const WORTH: f32 = 4.0;
 /// A hold's shortest and longest time on the device in µs.
 pub(crate) const TIMEOUT: (f32, f32) = (150.0, 500.0);
 /// The same of one from a wait to the next, in µs: the work that is waited for runs in this time, too.
 const WAITING: f32 = 1_500.0;
-/// The device is taken so long before the end of a long request, in µs: what a neighbour's timeslice of 1 ms leaves of it is enough to run all that was
-/// submitted meanwhile, and the wait at the end loses none.
-const AHEAD: f32 = 1_200.0;
-/// Long requests have so many pieces, and come at most once in so many times as long.
-const LONG: u64 = 32;
-const SELDOM: f32 = 8.0;
-/// Calls of a kind that are only watched at first.
-const WATCHED: u16 = 8;
-/// Of so many calls one is answered the other way, to compare: where holds show, and where they do not.
-const COMPARED: (u16, u16) = (128, 16);
+/// The same of one before the end of a long request.
+const ENDING: f32 = AHEAD + WAITING;
 /// Requests of each kind that make a comparison, and how much longer one may take by chance, in µs.
 const ENOUGH: u16 = 4;
 const NOISE: f32 = 10.0;
@@ -37,8 +29,6 @@ const NOISE: f32 = 10.0;
 const FAR: f32 = 2.0 * SWITCH;
 /// A hold that is over before the wait gains nothing: not to be most of them.
 const MOSTLY: f32 = 0.5;
-/// How much a new observation counts.
-const RECENT: f32 = 0.125;
 /// Bytes per µs that a copy from the host moves: PCIe 5 does twice that, PCIe 4 half.
 const LINK: f32 = 25_000.0;
 /// The others lose at most this part of the time to holds of the library's own accord, with so
@@ -96,8 +86,8 @@ pub(crate) struct Waited {
     pub(crate) held: Option<f32>,
     /// The wait shortly before it, until its work is known to be done: which, when it ended, and whether the device was kept since.
     before: Option<(Site, u64, bool)>,
-    /// When its request was near its end, until its work is known to be done, and whether the device was taken then.
-    near: Option<(u64, bool)>,
+    /// The end of its request, if that is a long one, until its work is known to be done.
+    ending: Option<End>,
 }
 
 impl Waited {
@@ -107,30 +97,9 @@ impl Waited {
             ended: 0,
             held: None,
             before: None,
-            near: None,
+            ending: None,
         }
     }
-}
-
-/// What is known of long requests: those of many pieces, before the first wait.
-struct Long {
-    /// Pieces of the last one, and when it was waited for.
-    pieces: u64,
-    at: u64,
-    seen: u16,
-    /// Part of them that had about as many pieces as the one before.
-    alike: f32,
-    /// From one to the next, and from a piece to the next near the end, in µs.
-    period: f32,
-    each: f32,
-    /// The last one that compares: whether the device was taken, and the time in µs from near the end to when all was seen done.
-    last: Option<(bool, u64)>,
-    /// By how much that was shorter with a hold, in µs, each time that one with and one without followed each other; the last ones, and how many in all. Neighbours
-    /// are compared, and the middle counts: hosts are slower for seconds, and stand still for single requests.
-    gains: [i64; 8],
-    compared: usize,
-    /// The present one is near its end: since when, with how many pieces submitted, and whether the device was taken.
-    near: Option<(u64, u64, bool)>,
 }
 
 /// All that was learned of one context.
@@ -193,18 +162,7 @@ impl Lessons {
             filled: 0,
             last: None,
             upto: 0,
-            long: Long {
-                pieces: 0,
-                at: 0,
-                seen: 0,
-                alike: 0.0,
-                period: 0.0,
-                each: 0.0,
-                last: None,
-                gains: [0; 8],
-                compared: 0,
-                near: None,
-            },
+            long: Long::new(),
         }
     }
 
@@ -218,8 +176,8 @@ impl Lessons {
         let loss = lesson.hit * site.loss(lead) + (1.0 - lesson.hit) * missed(timeout);
         let pays = lesson.seen >= WATCHED && gain >= LEAST && WORTH * lesson.hit * gain > loss;
         let every = match lesson.shows() {
-            true => !lesson.seen.is_multiple_of(COMPARED.0),
-            false => lesson.seen.is_multiple_of(COMPARED.1),
+            true => !is_one_of(COMPARED.0, lesson.seen),
+            false => is_one_of(COMPARED.1, lesson.seen),
         };
         (pays && every && self.budget > 0.0).then_some(timeout)
     }
@@ -232,23 +190,19 @@ impl Lessons {
 
     /// After how many pieces in all the present request is near its end, if it is a long one like the last.
     pub(crate) fn due(&self) -> Option<u64> {
-        let pieces = self.long.pieces;
-        (pieces > 0).then(|| self.upto.wrapping_add(pieces - self.long.rest()))
+        Some(self.upto.wrapping_add(self.long.due()?))
     }
 
     /// The request is near its end, with so many pieces submitted in all. Whether to take the device, and for how long at most, in µs.
     pub(crate) fn near(&mut self, now: u64, submitted: u64) -> Option<f32> {
         self.fill(now);
-        let timeout = (self.long.pays() && self.budget > 0.0).then_some(AHEAD + WAITING);
-        self.long.near = Some((now, submitted, timeout.is_some()));
-        timeout
+        let takes = self.long.near(now, submitted, self.budget > 0.0);
+        takes.then_some(ENDING)
     }
 
     /// The device could not be taken for a request that is near its end.
     pub(crate) fn not_held(&mut self) {
-        if let Some((_, _, held)) = &mut self.long.near {
-            *held = false;
-        }
+        self.long.not_held();
     }
 
     /// The work that a call predicted was seen done so many µs after the call.
@@ -307,16 +261,21 @@ impl Lessons {
         if pieces == 0 {
             return Some((before?, false));
         }
+        // What is submitted after a read may be part of the request, and is waited for with it.
+        let ending = before.and_then(|it| it.ending);
         let before = before.and_then(|it| {
             let came_soon = self.learn(it.site, now.saturating_sub(it.ended), it.held);
             came_soon.then_some((it.site, it.ended, it.held.is_some()))
         });
         let mut wait = Waited::new(Site::new(Call::Wait, pieces as usize));
         wait.before = before;
+        wait.ending = ending;
         if pieces >= LONG {
-            let (near, lost) = self.long.end(now, pieces, upto);
-            wait.near = near;
-            self.budget -= lost;
+            let lost;
+            (wait.ending, lost) = self.long.end(now, pieces, upto, ENDING);
+            if lost {
+                self.budget -= missed(ENDING);
+            }
         }
         if may_keep {
             wait.held = self.decide(wait.site, now);
@@ -326,8 +285,8 @@ impl Lessons {
 
     /// It has ended; whether all work is known to be done.
     pub(crate) fn end_wait(&mut self, mut wait: Waited, now: u64, done: bool) {
-        if let Some((near, held)) = wait.near.take_if(|_| done) {
-            self.long.took(held, now.saturating_sub(near));
+        if let Some(end) = wait.ending.take_if(|_| done) {
+            self.long.done(end, now);
         }
         if let Some((site, ended, held)) = wait.before.take_if(|_| done) {
             let took = now.saturating_sub(ended);
@@ -347,72 +306,6 @@ impl Lesson {
     fn shows(&self) -> bool {
         let [(without, one), (with, other)] = self.took;
         self.over < MOSTLY && (one < ENOUGH || other < ENOUGH || with <= without + NOISE)
-    }
-}
-
-impl Long {
-    /// Pieces from where the device is taken to the end.
-    fn rest(&self) -> u64 {
-        let half = self.pieces / 2;
-        match self.each > 0.0 {
-            true => ((AHEAD / self.each) as u64).clamp(1, half),
-            false => half,
-        }
-    }
-
-    fn pays(&self) -> bool {
-        let every = match self.gain() {
-            None => self.seen.is_multiple_of(2),
-            Some(gain) if WORTH * gain > AHEAD => !self.seen.is_multiple_of(COMPARED.0),
-            Some(_) => self.seen.is_multiple_of(COMPARED.1),
-        };
-        self.seen >= WATCHED && self.alike > 0.5 && self.period > SELDOM * AHEAD && every
-    }
-
-    /// What a hold gains, in µs, once that is known.
-    fn gain(&self) -> Option<f32> {
-        let mut gains = self.gains;
-        gains.sort_unstable();
-        let middle = gains[gains.len() / 2];
-        (self.compared >= gains.len()).then_some(middle as f32)
-    }
-
-    /// The end of one took so long, in µs.
-    fn took(&mut self, held: bool, us: u64) {
-        if let Some((other, took)) = self.last.replace((held, us))
-            && other != held
-        {
-            let (with, without) = if held { (us, took) } else { (took, us) };
-            self.gains[self.compared % self.gains.len()] = without as i64 - with as i64;
-            self.compared += 1;
-        }
-    }
-
-    /// A long request is waited for now, of so many pieces, and so many in all. Returns when it was near its end, and what others have lost.
-    fn end(&mut self, now: u64, pieces: u64, upto: u64) -> (Option<(u64, bool)>, f32) {
-        let before = std::mem::replace(&mut self.pieces, pieces);
-        let alike = pieces.abs_diff(before) <= self.rest() / 4;
-        let weight = if self.seen == 0 { 1.0 } else { RECENT };
-        let period = now.saturating_sub(std::mem::replace(&mut self.at, now)) as f32;
-        self.period += (period.min(1e6) - self.period) * weight;
-        self.alike += (f32::from(u8::from(alike)) - self.alike) * weight;
-        self.seen = self.seen.checked_add(1).unwrap_or(WATCHED);
-        let Some((since, submitted, held)) = self.near.take() else {
-            return (None, 0.0);
-        };
-        let rest = upto.wrapping_sub(submitted);
-        // The first was looked at from its middle on, and does not compare.
-        let compares = alike && self.each > 0.0;
-        if alike && rest > 0 {
-            let each = now.saturating_sub(since) as f32 / rest as f32;
-            let weight = if self.each == 0.0 { 1.0 } else { RECENT };
-            self.each += (each - self.each) * weight;
-        }
-        let lost = match held && !alike {
-            true => missed(AHEAD + WAITING),
-            false => 0.0,
-        };
-        (compares.then_some((since, held)), lost)
     }
 }
 
@@ -442,14 +335,14 @@ mod tests {
     fn a_lead_as_long_as_a_switch_pays_after_a_few_calls() {
         let mut lessons = Lessons::new();
         let site = Site::new(Call::Copy, MIB);
-        assert_eq!(holds(&mut lessons, site, 200, 100, 0), 92);
+        assert_eq!(holds(&mut lessons, site, 200, 100, 0), 91);
     }
 
     #[test]
     fn a_copy_that_goes_on_is_a_lead_of_its_own() {
         let mut lessons = Lessons::new();
         let long = Site::new(Call::AsyncCopy, 8 * MIB);
-        assert_eq!(holds(&mut lessons, long, 5, 100, 0), 92);
+        assert_eq!(holds(&mut lessons, long, 5, 100, 0), 91);
         let short = Site::new(Call::AsyncCopy, 64 << 10);
         assert_eq!(holds(&mut lessons, short, 5, 100, 0), 0);
     }
@@ -467,7 +360,7 @@ mod tests {
                 *count += u32::from(held.is_some());
             }
         }
-        assert_eq!(holds, [92, 92, 0]);
+        assert_eq!(holds, [91, 91, 0]);
     }
 
     #[test]
@@ -607,105 +500,71 @@ mod tests {
         assert!((most / 4..=most).contains(&lost), "{lost} of {most}");
     }
 
-    /// A thousand requests of so many pieces, one every 15 µs, after a pause. How long the wait takes, by the request's number and whether there is a hold. How
-    /// long before it the device was taken in each, if it was.
-    fn long(
+    /// Submits so many pieces, one every 15 µs, after which the host stops for so long before the last 40. When the device was taken, if it was.
+    fn submit(
         lessons: &mut Lessons,
-        pieces: impl Fn(u64) -> u64,
-        tail: impl Fn(u64, usize) -> u64,
-        pause: u64,
-    ) -> Vec<Option<u64>> {
-        let (mut now, mut upto) = (lessons.filled, lessons.upto);
-        let mut request = |number, pieces| {
-            now += pause;
-            let mut near = None;
-            for _ in 0..pieces {
-                now += 15;
-                upto += 1;
-                if near.is_none() && lessons.due().is_some_and(|due| upto >= due) {
-                    near = Some((now, lessons.near(now, upto)));
-                }
+        now: &mut u64,
+        upto: &mut u64,
+        pieces: u64,
+        stops: u64,
+    ) -> Option<u64> {
+        let (mut near, end) = (None, *upto + pieces);
+        while *upto < end {
+            *now += if *upto + 40 == end { 15 + stops } else { 15 };
+            *upto += 1;
+            if near.is_none() && lessons.due().is_some_and(|due| *upto >= due) {
+                near = Some((*now, lessons.near(*now, *upto)));
             }
-            let taken = near.and_then(|(at, held)| held.map(|_| now - at));
-            let (wait, _) = lessons.begin_wait(now, upto, false).unwrap();
-            now += tail(number, usize::from(taken.is_some()));
-            lessons.end_wait(wait, now, true);
-            taken
-        };
-        (0..1_000).map(|n| request(n, pieces(n))).collect()
+        }
+        let (at, timeout) = near?;
+        assert!(timeout.is_none_or(|us| us == ENDING));
+        timeout.map(|_| at)
     }
 
-    fn taken(found: &[Option<u64>]) -> usize {
-        found.iter().flatten().count()
-    }
-
+    /// Some requests go on where the others end, or the host stops before their end: the device was taken for nothing.
     #[test]
-    fn device_is_taken_before_the_end_of_long_requests() {
-        let mut lessons = Lessons::new();
-        let found = long(
-            &mut lessons,
-            |n| 690 + n % 3,
-            |_, held| [700, 150][held],
-            50,
-        );
-        assert!(taken(&found) > 960, "{}", taken(&found));
-        let near = |ahead: &u64| ahead.abs_diff(AHEAD as u64) < 100;
-        assert!(found.iter().flatten().skip(20).all(near), "{found:?}");
-        // It gains nothing any more, and then it does again.
-        let found = long(&mut lessons, |_| 690, |_, held| [700, 650][held], 50);
-        assert!((30..600).contains(&taken(&found)), "{}", taken(&found));
-        let found = long(&mut lessons, |_| 690, |_, held| [700, 150][held], 50);
-        assert!(taken(&found) > 700, "{}", taken(&found));
-    }
-
-    /// At first everything takes longer, then the host is slower for seconds at a time, and every 20th request stands still.
-    #[test]
-    fn what_long_requests_gain_is_found_on_hosts_that_are_slow_at_times() {
-        let run = |with| {
-            let tail = |n: u64, held: usize| {
-                let slow = if n < 50 {
-                    30_000 / (n + 1)
+    fn losses_to_requests_that_end_late_have_a_budget() {
+        for (every, longer, stops) in [(16, 600, 0), (2, 0, 5_000)] {
+            let mut lessons = Lessons::new();
+            let (mut now, mut upto, mut lost) = (0, 0, 0.0);
+            for n in 0..4_000 {
+                let late = n % every == 0;
+                let (pieces, stops) = if late {
+                    (400 + longer, stops)
                 } else {
-                    n / 150 % 2 * 2_000
+                    (400, 0)
                 };
-                let stands = if n % 20 == 7 { 20_000 } else { 0 };
-                [700, with][held] + slow + stands + n * 7_919 % 400
-            };
-            taken(&long(&mut Lessons::new(), |_| 690, tail, 50))
-        };
-        let (gains, none) = (run(150), run(700));
-        assert!(gains > 900 && none < 200, "{gains} {none}");
+                now += 4_000;
+                let held = submit(&mut lessons, &mut now, &mut upto, pieces, stops);
+                let is_lost = |at| longer > 0 && late || (now - at) as f32 > ENDING;
+                lost += held
+                    .filter(|at| is_lost(*at))
+                    .map_or(0.0, |_| missed(ENDING));
+                let (wait, _) = lessons.begin_wait(now, upto, false).unwrap();
+                now += if held.is_some() { 150 } else { 700 };
+                lessons.end_wait(wait, now, true);
+            }
+            let most = now as f32 * SHARE + SAVED_UP + missed(ENDING);
+            assert!((most / 4.0..=most).contains(&lost), "{lost} of {most}");
+        }
     }
 
+    /// A program reads its results, submits a little more and waits: what holds delay shows only there.
     #[test]
-    fn requests_that_vary_or_are_too_short_are_let_be() {
-        let tries = |pieces: fn(u64) -> u64, pause| {
-            taken(&long(
-                &mut Lessons::new(),
-                pieces,
-                |_, held| [700, 150][held],
-                pause,
-            ))
-        };
-        assert_eq!(tries(|n| 300 + 100 * (n % 4), 5_000), 0);
-        assert_eq!(tries(|_| LONG - 1, 20_000), 0);
-        assert_eq!(tries(|_| 100, 1_000), 0, "one of 2 ms after the other");
-        assert!(tries(|_| 100, 10_000) > 960);
-    }
-
-    /// Every eighth request goes on where the others end, and the device was taken for nothing.
-    #[test]
-    fn losses_to_requests_that_go_on_have_a_budget() {
+    fn holds_before_the_end_must_show_in_the_wait_for_what_was_read() {
         let mut lessons = Lessons::new();
-        let longer = |n: &usize| n % 8 == 7;
-        let pieces = |n| if longer(&(n as usize)) { 1_000 } else { 400 };
-        let found = long(&mut lessons, pieces, |_, held| [700, 150][held], 4_000);
-        let lost = (0..found.len())
-            .filter(longer)
-            .filter(|n| found[*n].is_some());
-        let lost = lost.count() as f32 * missed(AHEAD + WAITING);
-        let most = lessons.filled as f32 * SHARE + SAVED_UP + missed(AHEAD + WAITING);
-        assert!((most / 4.0..=most).contains(&lost), "{lost} of {most}");
+        let (mut now, mut upto, mut held) = (0, 0, 0);
+        for _ in 0..2_000 {
+            let taken = submit(&mut lessons, &mut now, &mut upto, 690, 0).is_some();
+            let (read, _) = lessons.begin_wait(now, upto, false).unwrap();
+            lessons.end_wait(read, now + 2, false);
+            upto += 3;
+            let (wait, _) = lessons.begin_wait(now + 10, upto, false).unwrap();
+            now += if taken { 2_000 } else { 500 };
+            lessons.end_wait(wait, now, true);
+            held += u32::from(taken);
+        }
+        assert!((100..200).contains(&held), "{held}");
     }
 
     #[test]
@@ -735,9 +594,5 @@ mod tests {
                 lessons.learn(site, gap, None);
             }
         }
-        let mut lessons = Lessons::new();
-        long(&mut lessons, |_| 690, |_, held| [700, 150][held], 50);
-        lessons.long.seen += 1;
-        assert_eq!(lessons.near(lessons.filled, 0), Some(2_700.0));
     }
 }
