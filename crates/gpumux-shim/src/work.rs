@@ -20,6 +20,7 @@ mod events;
 pub(crate) mod graphs;
 pub(crate) mod hold;
 mod long;
+mod long;
 pub(crate) mod meter;
 pub(crate) mod permits;
 mod poller;
@@ -574,8 +575,7 @@ mod tests {
 
     /// A stream of no context, at a place of the test's own.
     fn stream_at(place: usize) -> (CUstream, &'static Stream) {
-        let page = Box::leak(Box::new(Page::create().expect("a page").0));
-        context::set_page(page);
+        context::test_page();
         let handle = 0x1000 + place as u64;
         HANDLES[place].store(handle, Ordering::Release);
         USED.fetch_max(place + 1, Ordering::AcqRel);

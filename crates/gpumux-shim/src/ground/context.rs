@@ -70,6 +70,15 @@ pub(crate) fn set_page(page: &'static Page) {
     PAGE.store(ptr::from_ref(page).cast_mut(), Ordering::Release);
 }
 
+/// The page in which tests count, all in one.
+#[cfg(test)]
+pub(crate) fn test_page() -> &'static Page {
+    static PAGE: std::sync::OnceLock<Page> = std::sync::OnceLock::new();
+    let page = PAGE.get_or_init(|| Page::create().expect("a page").0);
+    set_page(page);
+    page
+}
+
 /// A daemon has taken the page: what waited for that is in its counts now.
 pub(crate) fn taken() {
     TAKEN.store(true, Ordering::Release);

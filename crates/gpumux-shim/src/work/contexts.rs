@@ -185,14 +185,12 @@ fn end(
 
 #[cfg(test)]
 mod tests {
-    use gpumux_wire::page::Page;
-
     use super::*;
     use crate::ground::context;
 
     #[test]
     fn only_a_context_that_is_destroyed_is_forgotten() {
-        context::set_page(Box::leak(Box::new(Page::create().expect("a page").0)));
+        context::test_page();
         const SLOT: u32 = 40;
         let context = 0xde57 as CUcontext;
         let known = || context_of(SLOT) == Some(context as u64);

@@ -1131,6 +1131,32 @@ mod tests {
         end(CONTEXT, || true);
     }
 
+    /// The device was to be kept for what follows, and was not: timeslices must not be set by the pause after it.
+    #[test]
+    fn request_ends_with_the_wait_in_which_its_hold_ran_out() {
+        let _alone = crate::ground::guard::alone();
+        const CONTEXT: u64 = 0xc9;
+        let page = crate::ground::context::test_page();
+        let slot = page.slot(5).unwrap();
+        slot.begin_counting();
+        know(CONTEXT, 1 << 5);
+        let index = find(CONTEXT).unwrap();
+        let (place, words) = (&TABLE[index], &make_words().unwrap()[index]);
+        for (ticket, ended) in [(3, 0), (4, 1)] {
+            place.ticket.store(4, Ordering::Release);
+            words.finished.store(ticket, Ordering::Release);
+            lock(&place.state).open = true;
+            // As `Seen::Between` says.
+            slot.find_complete(slot.submit());
+            let mut wait = Waited::new(Site::new(Call::Wait, 1));
+            wait.held = Some(500.0);
+            let met = false;
+            end_wait(Waiting { index, wait, met }, true);
+            assert_eq!(slot.waits().unwrap().count, ended);
+        }
+        end(CONTEXT, || true);
+    }
+
     /// A read ends while its work goes on: only the wait after it can load the kernel.
     #[test]
     fn kernel_is_still_lacking_after_a_read() {
