@@ -20,7 +20,6 @@ mod events;
 pub(crate) mod graphs;
 pub(crate) mod hold;
 mod long;
-mod long;
 pub(crate) mod meter;
 pub(crate) mod permits;
 mod poller;
