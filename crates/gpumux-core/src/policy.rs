@@ -54,6 +54,7 @@ mod actors;
 mod contract;
 mod divide;
 mod fixed;
+mod greedy;
 mod lag;
 mod schedule;
 mod tuning;

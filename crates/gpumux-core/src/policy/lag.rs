@@ -6,27 +6,11 @@
 
 use std::collections::BTreeSet;
 
-use crate::{
-    Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, Timeslice, UserId,
-};
+use super::greedy::{Habit, Looks, Seen};
+use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, UserId};
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
 pub(super) const GRACE: Micros = Micros::from_millis(5);
-/// How much of the time a domain has work is averaged over so many µs: some tokens of a language model, a few tens of short requests.
-const BUSY: f64 = 250_000.0;
-/// The same in a look.
-const BUSY_IN_LOOK: f64 = 50_000.0;
-/// A latency domain takes what it can get while it has work for at least the first part of the time, as after a long pause; it is found to from
-/// the second on. What it receives does not tell: one with short requests and a small share receives that, too.
-const GREEDY: (f64, f64) = (0.3, 0.6);
-/// From one look to the next, whichever domains: at least, and where requests are long. The first is also how long a domain waits for its first look,
-/// unless its requests are short; the second is also the longest wait between two looks at one domain.
-const LOOKS: (Micros, Micros) = (Micros::from_millis(500), Micros::from_secs(32));
-/// A look that shows nothing new has the next one wait so many times as long.
-const SELDOMER: u64 = 4;
-/// How long a look takes at most.
-const LOOK: Micros = Micros::from_millis(100);
-
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
 /// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -40,13 +24,7 @@ pub struct Memory {
     nodes: Vec<Node>,
     /// In the order of the last snapshot.
     pub(super) domains: Vec<Track>,
-    /// Since when domains share by timeslices that all take what they can get.
-    together: Option<Micros>,
-    /// A look at one of these: at what it does when it may take the device at once. Among timeslices, one that waits with a short request seems
-    /// to be one of them.
-    look: Option<DomainId>,
-    /// When the last look began.
-    looked: Micros,
+    looks: Looks,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -106,16 +84,7 @@ pub(super) struct Track {
     pub(super) ceiling: f64,
     /// By how much it received more, in µs.
     pub(super) over: f64,
-    /// The part of the time in which it had work lately, [`BUSY`] back or so; while it has none, before it paused.
-    busy_part: f64,
-    /// It has work for certain, and since when it has or has not.
-    busy: (bool, Micros),
-    /// How long its requests take: see [`DomainState::request`].
-    request: Option<Micros>,
-    /// Takes what it can get, of latency domains: since when.
-    pub(super) greedy: Option<Micros>,
-    /// How long it is taken for one until it is looked at.
-    look_after: Micros,
+    pub(super) habit: Habit,
     wait: Option<Wait>,
     /// Since when its gang runs.
     runs: Option<Micros>,
@@ -225,8 +194,8 @@ impl Memory {
             let got = domain.received.saturating_sub(track.received).0 as f64;
             let got = got.min(elapsed);
             // The account of a group that was made anew begins at zero.
-            (track.received, track.request) = (domain.received, domain.request);
-            track.work(elapsed, window(self.look, track.id));
+            (track.received, track.habit.request) = (domain.received, domain.request);
+            track.habit.work(elapsed, self.looks.are_at(track.id));
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
@@ -332,7 +301,8 @@ impl Memory {
         let mut next = vec![Entitled::default(); self.nodes.len()];
         for (track, it) in self.domains.iter_mut().zip(entitled) {
             track.path.iter().for_each(|at| next[*at].add(it));
-            track.see(it.busy, now, window(self.look, track.id));
+            let in_look = self.looks.are_at(track.id);
+            track.habit.see(it.busy, now, in_look);
             track.ceiling = it.ceiling;
         }
         // The device is all that there is.
@@ -348,73 +318,32 @@ impl Memory {
         }
     }
 
-    /// Domains share by timeslices that all take what they can get, as far as is known. Begins a look at one of them, if that is due. Else when one may
-    /// be. Seldom at one whose requests take longer than a `round`: short ones wait for that long at most.
+    /// Begins a look at one of the domains that share by timeslices, if that is due: see [`Looks::begin`].
     pub(super) fn look(&mut self, now: Micros, round: Micros) -> Option<Micros> {
-        let begun = *self.together.get_or_insert(now);
-        let looked = self.looked;
-        let due = |it: &Track| {
-            let greedy = it.greedy.filter(|_| it.busy.0)?;
-            let within_round = it.request.is_some_and(|request| request <= round);
-            // Many may begin with one that comes back, so that the first look at it shows nothing.
-            let soon = within_round || it.look_after <= LOOK;
-            let apart = if soon { LOOKS.0 } else { LOOKS.1 };
-            let at = (greedy.max(begun) + it.look_after).max(looked + apart);
-            Some((at, greedy))
-        };
-        let due = self
-            .domains
-            .iter_mut()
-            .filter_map(|it| Some((due(it)?, it)));
-        let Some(((at, _), track)) = due.min_by_key(|(at, _)| *at) else {
-            return Some(now + LOOKS.0);
-        };
-        if at > now {
-            return Some(at);
-        }
-        (track.greedy, track.busy_part) = (None, 0.0);
-        (self.look, self.looked) = (Some(track.id), now);
-        None
+        let habits = self.domains.iter_mut().map(|it| (it.id, &mut it.habit));
+        self.looks.begin(now, round, habits)
     }
 
-    /// They do not, or not now.
+    /// They do not share so, or not now.
     pub(super) fn are_apart(&mut self) {
-        self.together = self.together.filter(|_| self.look.is_some());
+        self.looks.are_apart();
     }
 
-    /// The domain that is looked at, and when that may be over. It takes what it can get if it works most of the time, or for so `long` without a
-    /// pause where its requests are not short. Another had not run ahead: timeslices tell roughly what a domain received.
+    /// The domain that is looked at, and when that may be over. One that does not take what it can get had not run ahead: timeslices tell
+    /// roughly what a domain received.
     pub(super) fn looked_at(&mut self, now: Micros, long: Micros) -> Option<(DomainId, Micros)> {
-        let (id, end) = (self.look?, self.looked + LOOK);
-        let Some(track) = self.domains.iter_mut().find(|it| it.id == id) else {
-            self.look = None;
-            return None;
-        };
-        let works = match track.busy {
-            // Those that came while it waited among timeslices are worked off first.
-            (true, _) if track.has_short_requests() => end,
-            // Many may begin with it: until they are frozen, its first request waits.
-            (true, since) if track.look_after == Micros::ZERO => {
-                since.max(self.looked) + long + long
-            }
-            (true, since) => since.max(self.looked) + long,
-            (false, _) => end,
-        };
-        let mostly = track.busy_part >= GREEDY.1 && (now >= end || !track.has_short_requests());
-        if works <= now && works < end || mostly {
-            track.busy_part = track.busy_part.max(GREEDY.1);
-            track.greedy = Some(now);
-            let after = Micros(SELDOMER * track.look_after.0);
-            track.look_after = after.clamp(LOOK, LOOKS.1);
-        } else if now < end {
-            return Some((id, end.min(works)));
-        } else {
-            let [_, _, tenant, own] = track.path;
-            for at in [tenant, own] {
-                self.nodes[at].lag = self.nodes[at].lag.max(0.0);
+        let id = self.looks.at(self.domains.iter().map(|it| it.id))?;
+        let track = self.domains.iter_mut().find(|it| it.id == id)?;
+        match self.looks.look(now, long, &mut track.habit) {
+            Seen::Nothing(until) => return Some((id, until)),
+            Seen::Greedy => {}
+            Seen::Modest => {
+                let [_, _, tenant, own] = track.path;
+                for at in [tenant, own] {
+                    self.nodes[at].lag = self.nodes[at].lag.max(0.0);
+                }
             }
         }
-        self.look = None;
         None
     }
 
@@ -453,66 +382,10 @@ impl Track {
             exhausted: false,
             ceiling: 1.0,
             over: 0.0,
-            busy_part: 0.0,
-            busy: (false, Micros::ZERO),
-            request: None,
-            greedy: None,
-            look_after: Micros::ZERO,
+            habit: Habit::default(),
             wait: None,
             runs: None,
         }
-    }
-
-    /// It had work in the last `elapsed` µs, if it did. A pause counts when it is over: before, it is not known whether the domain has little
-    /// work, or none for now.
-    fn work(&mut self, elapsed: f64, window: f64) {
-        if self.busy.0 {
-            let kept = (-elapsed / window).exp();
-            self.busy_part = kept * self.busy_part + 1.0 - kept;
-        }
-    }
-
-    /// Whether it has work from now on. When a pause is over, it counts, a long one as one of the window; after that, what it does is looked at at once.
-    fn see(&mut self, busy: bool, now: Micros, window: f64) {
-        let (before, since) = self.busy;
-        if busy == before {
-            return;
-        }
-        let lasted = now.saturating_sub(since);
-        self.busy = (busy, now);
-        if before {
-            return;
-        }
-        self.busy_part *= (-(lasted.0 as f64 / window).min(1.0)).exp();
-        if lasted >= LOOKS.0 {
-            (self.greedy, self.look_after) = (self.greedy.map(|_| now), Micros::ZERO);
-        }
-    }
-
-    /// Whether its requests are shorter than a timeslice for which they would wait.
-    fn has_short_requests(&self) -> bool {
-        self.request.is_some_and(|it| it.0 < Timeslice::DEFAULT.0)
-    }
-
-    /// Whether it takes what it can get.
-    pub(super) fn is_greedy(&mut self, now: Micros) -> bool {
-        let (least, most) = GREEDY;
-        if self.busy_part < least {
-            self.greedy = None;
-        } else if self.greedy.is_none() && self.busy_part >= most {
-            let at_once = self.has_short_requests();
-            let look_after = if at_once { Micros::ZERO } else { LOOKS.0 };
-            (self.greedy, self.look_after) = (Some(now), look_after);
-        }
-        self.greedy.is_some()
-    }
-}
-
-/// Over how many µs it is averaged how much of the time a domain has work.
-fn window(look: Option<DomainId>, id: DomainId) -> f64 {
-    match look == Some(id) {
-        true => BUSY_IN_LOOK,
-        false => BUSY,
     }
 }
 

@@ -231,7 +231,7 @@ impl<'a> Stage<'a> {
             let hog = self.tuning.hog.max(Micros(believed.ceil() as u64));
             let hogs = actor.domain.demand_since + hog;
             // Those that seem to take what they can get do not take it from one that is looked at.
-            let waits = look.is_some() && track.greedy.is_some();
+            let waits = look.is_some() && track.habit.is_greedy();
             let unknown = actor.domain.demand == Demand::Unknown;
             let may_hog = several && !looked_at;
             let hog = may_hog && (unknown || hogs <= self.snapshot.now || waits);
@@ -294,7 +294,8 @@ impl<'a> Stage<'a> {
                 continue;
             }
             let track = &mut self.memory.domains[index];
-            short |= !track.is_greedy(self.snapshot.now) && actor.domain.demand != Demand::Unknown;
+            short |=
+                !track.habit.judge(self.snapshot.now) && actor.domain.demand != Demand::Unknown;
             among.push(share);
             running += if actor.runnable() { share } else { 0.0 };
         }
