@@ -42,7 +42,7 @@ use crate::{
     process::{Agent, Picture, Process},
     rescue::Rescue,
     unlisted, work,
-    work::{copies, hold, permits},
+    work::{copies, hints, hold, permits},
 };
 
 /// How long the daemon may take to answer a hello.
@@ -362,7 +362,7 @@ impl Session {
                         },
                         _,
                     ))) => hold::set_policy(contended, automatic),
-                    Ok(Some((Daemon::Hint { expected_us }, _))) => hold::from_outside(expected_us),
+                    Ok(Some((Daemon::Hint { expected_us }, _))) => hints::from_outside(expected_us),
                     Ok(Some((Daemon::Granted { ticket, bytes }, _))) => {
                         // One that came too late is given back.
                         if !lease::answered(ticket, (bytes, 0)) && bytes > 0 {

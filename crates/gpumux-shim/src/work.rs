@@ -18,6 +18,7 @@ mod contexts;
 pub(crate) mod copies;
 mod events;
 pub(crate) mod graphs;
+pub(crate) mod hints;
 pub(crate) mod hold;
 mod long;
 pub(crate) mod meter;

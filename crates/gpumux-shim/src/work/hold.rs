@@ -18,47 +18,30 @@
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
-    panic::{AssertUnwindSafe, catch_unwind},
+    panic::catch_unwind,
     ptr,
     sync::{
         Mutex, OnceLock,
         atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering},
     },
-    thread::Thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use gpumux_wire::{
-    message::FARTHEST_HINT_US,
-    page::{HintCounts, Slot, Work},
-};
+use gpumux_wire::page::{HintCounts, Slot, Work};
 
 use crate::{
     ground::{
-        context::{add_progress, bits, current_context, is_capturing_anywhere, page, within},
+        context::{bits, current_context, is_capturing_anywhere, page, within},
         driver::{CUresult, CUstream, SUCCESS, functions},
         gate,
         guard::{lock, lock_by, try_lock},
         notice::say,
     },
-    work::predictor::{Call, Lessons, Site, TIMEOUT, Waited},
+    work::predictor::{Call, Lessons, Site, Waited},
 };
 
 /// Contexts that can be held.
 const PLACES: usize = 16;
-
-/// Work that is expected later than this, in µs, is remembered, and held for [`LEAD`] before it comes: a switch takes up to
-/// 190 (measured on an H100), the launch the rest.
-const SOON: u32 = 450;
-const LEAD: u32 = 250;
-/// How long before that, in µs, the thread wakes and spins. Without, work 500 µs ahead lost 9 µs in the middle and 73 at p99, and 5 and 6
-/// with it (`bench/hints.py` 10ms/prep500, H100, 2026-11-21, commits 85f1a9c and 0fed24e).
-const SPIN: u64 = 200;
-/// How many are remembered.
-const REMEMBERED: usize = 64;
-/// What a hold waits beyond the time at which work is expected, in µs: together with two switches a hold without work
-/// costs less than 1 ms.
-const MARGIN: f32 = 100.0;
 
 const PTX: &str = concat!(include_str!("hold.ptx"), "\0");
 
@@ -186,15 +169,8 @@ static TIMED: AtomicU32 = AtomicU32::new(0);
 /// Groups for which a hold may pay, by their slots; and whether this library may hold of its own accord.
 static CONTENDED: AtomicU64 = AtomicU64::new(0);
 static AUTOMATIC: AtomicBool = AtomicBool::new(false);
-/// A hint from outside that was not served yet: 0 none, else the expected µs + 1.
-static OUTSIDE: AtomicU64 = AtomicU64::new(0);
-/// Hints whose time has not come.
-static LATER: Mutex<Vec<Later>> = Mutex::new(Vec::new());
 /// The process ends: the driver is no longer to be called.
 static EXITING: AtomicBool = AtomicBool::new(false);
-/// The thread that serves hints from outside, and those whose time comes.
-static SERVER: OnceLock<Thread> = OnceLock::new();
-
 functions! {
     ctx_get_device c"cuCtxGetDevice" (*mut c_int);
     module_load c"cuModuleLoadData" (*mut *mut c_void, *const c_char);
@@ -207,17 +183,6 @@ functions! {
         *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
         *mut *mut c_void, *mut *mut c_void
     );
-}
-
-/// A hint whose time has not come.
-#[derive(Clone, Copy)]
-struct Later {
-    /// When to take the device, by [`now_us`].
-    at: u64,
-    /// `None`: all.
-    device: Option<c_int>,
-    /// Where the hint came from.
-    context: Option<u64>,
 }
 
 /// What became of a hint.
@@ -275,7 +240,7 @@ fn release_all() {
     }
 }
 
-fn now_us() -> u64 {
+pub(super) fn now_us() -> u64 {
     static ORIGIN: OnceLock<Instant> = OnceLock::new();
     ORIGIN.get_or_init(Instant::now).elapsed().as_micros() as u64
 }
@@ -559,6 +524,38 @@ pub(crate) fn account_all() -> u64 {
         }
     }
     slots
+}
+
+/// Takes a device now, for so long at most; that of this context first.
+pub(super) fn take(device: Option<c_int>, context: Option<u64>, timeout_us: f32) -> Hinted {
+    if CONTENDED.load(Ordering::Acquire) == 0 || is_capturing_anywhere() {
+        return Hinted::Needless;
+    }
+    let current = context.and_then(find);
+    let mut best = Hinted::Impossible;
+    for index in current.into_iter().chain(0..PLACES) {
+        let place = &TABLE[index];
+        if place.context.load(Ordering::Acquire) == 0 {
+            continue;
+        }
+        prepare(index);
+        if device.is_some_and(|device| device != place.device.load(Ordering::Relaxed)) {
+            continue;
+        }
+        let hinted = match wanted(place) {
+            false => Hinted::Needless,
+            true => try_lock(&place.state).map_or(Hinted::Already, |mut state| {
+                hold(index, &mut state, timeout_us)
+            }),
+        };
+        match hinted {
+            Hinted::Impossible => {}
+            // A hint from outside is for all devices.
+            _ if device.is_none() => best = hinted,
+            _ => return hinted,
+        }
+    }
+    best
 }
 
 // ---- What the program does -----------------------------------------------------------------------
@@ -867,171 +864,10 @@ pub(crate) fn forget_stream(stream: u64) {
     }
 }
 
-// ---- Hints by hand and from outside --------------------------------------------------------------
-
-/// Takes a device for work that is expected in so many µs (0: soon), now or when that is nearly over.
-fn by_hand(device: Option<c_int>, expected_us: u32) -> Hinted {
-    if page().is_none() {
-        return Hinted::Needless;
-    }
-    let context = current_context();
-    match expected_us {
-        us if us > FARTHEST_HINT_US => Hinted::TooEarly,
-        us if us > SOON => remember(device, context, us),
-        us => take(device, context, us),
-    }
-}
-
-/// Has the server take a device shortly before the work comes.
-fn remember(device: Option<c_int>, context: Option<u64>, expected_us: u32) -> Hinted {
-    let Some(server) = SERVER.get() else {
-        return Hinted::Impossible;
-    };
-    let mut later = lock(&LATER);
-    if later.len() == REMEMBERED {
-        return Hinted::TooEarly;
-    }
-    later.push(Later {
-        at: now_us() + u64::from(expected_us - LEAD),
-        device,
-        context,
-    });
-    drop(later);
-    server.unpark();
-    Hinted::Later
-}
-
-/// Takes a device now; that of this context first.
-fn take(device: Option<c_int>, context: Option<u64>, expected_us: u32) -> Hinted {
-    if CONTENDED.load(Ordering::Acquire) == 0 || is_capturing_anywhere() {
-        return Hinted::Needless;
-    }
-    let timeout = match expected_us {
-        0 => TIMEOUT.1,
-        us => us as f32 + MARGIN,
-    };
-    let current = context.and_then(find);
-    let mut best = Hinted::Impossible;
-    for index in current.into_iter().chain(0..PLACES) {
-        let place = &TABLE[index];
-        if place.context.load(Ordering::Acquire) == 0 {
-            continue;
-        }
-        prepare(index);
-        if device.is_some_and(|device| device != place.device.load(Ordering::Relaxed)) {
-            continue;
-        }
-        let hinted = match wanted(place) {
-            false => Hinted::Needless,
-            true => try_lock(&place.state).map_or(Hinted::Already, |mut state| {
-                hold(index, &mut state, timeout)
-            }),
-        };
-        match hinted {
-            Hinted::Impossible => {}
-            // A hint from outside is for all devices.
-            _ if device.is_none() => best = hinted,
-            _ => return hinted,
-        }
-    }
-    best
-}
-
-/// A hint from outside has come: the thread that serves them shall look.
-pub(crate) fn from_outside(expected_us: Option<u32>) {
-    let us = expected_us.unwrap_or(0);
-    if us > SOON {
-        if us <= FARTHEST_HINT_US {
-            remember(None, None, us);
-        }
-        return;
-    }
-    OUTSIDE.store(u64::from(us) + 1, Ordering::Release);
-    if let Some(server) = SERVER.get() {
-        server.unpark();
-    }
-}
-
-/// This thread serves hints from outside, and those whose time comes, from now on.
-pub(crate) fn become_server() {
-    // The kernel may else be 50 µs late.
-    // SAFETY: a setting of this thread alone.
-    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1_000) };
-    let _ = SERVER.set(std::thread::current());
-}
-
-/// When the time of the first remembered hint comes, by [`now_us`].
-fn first_due() -> Option<u64> {
-    lock(&LATER).iter().map(|later| later.at).min()
-}
-
-/// How long the server may sleep before a hint's time comes.
-pub(crate) fn until_due() -> Option<Duration> {
-    let wake = first_due()?.saturating_sub(SPIN);
-    Some(Duration::from_micros(wake.saturating_sub(now_us())))
-}
-
-/// Serves a hint from outside, and those whose time has come. Whether there were any.
-pub(crate) fn serve() -> bool {
-    let hint = OUTSIDE.swap(0, Ordering::AcqRel);
-    if hint != 0 {
-        take(None, None, (hint - 1) as u32);
-    }
-    if let Some(at) = first_due().filter(|at| *at <= now_us() + SPIN) {
-        while now_us() < at && OUTSIDE.load(Ordering::Relaxed) == 0 {
-            std::hint::spin_loop();
-        }
-    }
-    let now = now_us();
-    let due: Vec<Later> = lock(&LATER)
-        .extract_if(.., |later| later.at <= now)
-        .collect();
-    for later in &due {
-        // This thread may come late. What remains says how long to hold; nothing does when the work has come.
-        let remains = (later.at + u64::from(LEAD)).saturating_sub(now);
-        if remains > 0 {
-            take(later.device, later.context, remains as u32);
-        }
-    }
-    hint != 0 || !due.is_empty()
-}
-
-/// See `include/gpumux.h`.
-#[unsafe(no_mangle)]
-extern "C" fn gpumux_hint(device: c_int, expected_us: c_uint) -> c_int {
-    let hinted = catch_unwind(AssertUnwindSafe(|| by_hand(Some(device), expected_us)));
-    hinted.unwrap_or(Hinted::Impossible) as c_int
-}
-
-fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
-/// See `include/gpumux.h`.
-#[unsafe(no_mangle)]
-extern "C" fn gpumux_begin() -> u64 {
-    now_ns()
-}
-
-/// See `include/gpumux.h`.
-#[unsafe(no_mangle)]
-extern "C" fn gpumux_end(request: u64) {
-    if let Some(page) = page()
-        && request != 0
-    {
-        page.requests().record(now_ns().saturating_sub(request));
-    }
-}
-
-/// See `include/gpumux.h`.
-#[unsafe(no_mangle)]
-extern "C" fn gpumux_progress(units: u64) {
-    add_progress(units);
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     /// The emulated device goes by this name and these parameters.
@@ -1202,12 +1038,5 @@ mod tests {
         let (lasts, runs_out) = (held(false), held(true));
         assert!(lasts > 80 && runs_out < 30, "{lasts} {runs_out}");
         end(CONTEXT, || true);
-    }
-
-    /// The longest hold without work, with the switches to it and back.
-    #[test]
-    fn a_hint_without_work_costs_less_than_a_millisecond() {
-        let longest = TIMEOUT.1.max(SOON as f32 + MARGIN);
-        assert!(longest + 300.0 <= 1000.0);
     }
 }

@@ -14,7 +14,7 @@ use crate::{
         context::{is_capturing_anywhere, relax_captures},
         gate, guard, wake,
     },
-    work::{hold, permits},
+    work::{hints, hold, permits},
 };
 
 /// How often the poller looks while the program submits work.
@@ -72,11 +72,11 @@ pub(crate) fn start_poller(started: &mut bool) {
             guard_exit();
             relax_captures();
             wake::be_punctual();
-            hold::become_server();
+            hints::become_server();
             let (mut tick, mut before) = (BUSY_TICK, (0, Instant::now()));
             loop {
-                thread::park_timeout(hold::until_due().map_or(tick, |due| due.min(tick)));
-                if hold::serve() {
+                thread::park_timeout(hints::until_due().map_or(tick, |due| due.min(tick)));
+                if hints::serve() {
                     continue;
                 }
                 let longer =
