@@ -25,7 +25,8 @@ const NAMED: usize = 3;
 const NOTHING: f64 = 0.005;
 /// A tenant that receives so much less than it is entitled to lacks something.
 const LACKS: f64 = 0.05;
-/// A latency tenant that received so much has work all the time.
+const LIMITED: &str = "nothing that its user may set: another guarantee must be lowered, or the administrator must allow more (gpumux.toml)";
+/// A tenant that received so much has work all the time.
 const ALL_THE_TIME: f64 = 0.5;
 /// A guarantee of so much is advised, if it can be had.
 const MUCH: f64 = 0.5;
@@ -693,9 +694,9 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool, most: Option<&
         true => "what is guaranteed to it",
         false => "what it is entitled to",
     };
-    let hog = neighbours.iter().find(|it| {
-        it.class == Class::Latency && it.guaranteed == 0.0 && it.received >= ALL_THE_TIME
-    });
+    let hog = neighbours
+        .iter()
+        .find(|it| it.class < tenant.class && it.guaranteed == 0.0 && it.received >= ALL_THE_TIME);
     match tenant.state {
         TenantState::Faulty if tenant.uncontrolled.is_some() => {
             "run `gpumux doctor`: it lists the controls that this driver, GPU or sandbox lacks"
@@ -736,19 +737,36 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool, most: Option<&
                 "wait: it is behind its guarantee, and goes before others until it has caught up"
                     .into()
             }
-            (Some(hog), _) if tenant.class != Class::Latency => {
+            (Some(hog), _) => {
                 let by = match hog.user == tenant.user {
                     true => String::new(),
                     false => format!(" (as {} or root)", hog.user),
                 };
-                let way = format!(
-                    "`gpumux set {} --class standard`{by} lets {} share with others",
-                    hog.name, hog.name
-                );
-                match raise {
-                    _ if is_guaranteed => format!("nothing: it receives {receives}; {way}"),
-                    Some(raise) => format!("{way}; {raise} gives this one a share of its own"),
-                    None => way,
+                let may = |class| most.is_none_or(|most| most.classes.contains(&class));
+                let lower = format!("`gpumux set {} --class standard`{by}", hog.name);
+                let own = format!("`gpumux set {name} --class standard`");
+                let way = match (hog.class, tenant.class) {
+                    (Class::Latency, Class::Standard) => {
+                        Some(format!("{lower} lets {} share with others", hog.name))
+                    }
+                    // The lower class has only what the other leaves.
+                    _ if !may(Class::Standard) => None,
+                    (Class::Latency, _) => {
+                        Some(format!("{lower} and {own} together let the two share"))
+                    }
+                    _ => Some(format!("{own} lets it share with {}", hog.name)),
+                };
+                let raise = raise.map(|raise| format!("{raise} gives this one a share of its own"));
+                let ways: Vec<String> = match is_guaranteed {
+                    true => [format!("nothing: it receives {receives}")]
+                        .into_iter()
+                        .chain(way)
+                        .collect(),
+                    false => way.into_iter().chain(raise).collect(),
+                };
+                match ways.is_empty() {
+                    true => LIMITED.into(),
+                    false => ways.join("; "),
                 }
             }
             _ if lacks => {
@@ -760,7 +778,7 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool, most: Option<&
                 });
                 let ways: Vec<String> = raise.into_iter().chain(class).collect();
                 match ways.is_empty() {
-                    true => "nothing that its user may set: another guarantee must be lowered, or the administrator must allow more (gpumux.toml)".into(),
+                    true => LIMITED.into(),
                     false => format!("if it lasts: {} puts it before others", ways.join(" or ")),
                 }
             }
@@ -769,8 +787,10 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool, most: Option<&
                 percent(tenant.spec.limit)
             ),
             _ => {
-                // What is guaranteed to all leaves nothing that a weight divides.
-                let divided = any(&|uuid| entitled(tenant, uuid) > tenant.guaranteed() + NOTHING);
+                // A weight divides what is guaranteed to none, among those of a user and a class.
+                let same = |it: &Neighbour| (&it.user, it.class) == (&tenant.user, tenant.class);
+                let divided = neighbours.iter().any(same)
+                    && any(&|uuid| entitled(tenant, uuid) > tenant.guaranteed() + NOTHING);
                 let weight = tenant.spec.weight * 2.0;
                 let weight = (divided && TenantSpec::WEIGHTS.contains(&weight))
                     .then(|| format!("`gpumux set {name} --weight {weight}`"));
@@ -1023,9 +1043,39 @@ mod tests {
             "{lines:?}"
         );
         assert!(
-            lines[4].starts_with("`gpumux set hog --class standard`"),
+            lines[4].starts_with("`gpumux set hog --class standard` lets hog share"),
             "{lines:?}"
         );
+    }
+
+    /// A class above it has the device before it, whatever it weighs.
+    #[test]
+    fn advice_for_a_tenant_below_a_busy_one_raises_its_class() {
+        let mut all = [(Class::Batch, "night", 0.05), (Class::Latency, "web", 0.95)].map(
+            |(class, name, received)| {
+                let mut it = tenant(name, class, vec![domain(false, "has its quantum")]);
+                (it.domains[0].received_share, it.domains[0].entitled_share) = (received, received);
+                it
+            },
+        );
+        let advice =
+            |all: &[Tenant]| super::explain(&all[0], all, &[], &[], Some(&could_have(0.95))).advice;
+        assert_eq!(
+            advice(&all),
+            "`gpumux set web --class standard` and `gpumux set night --class standard` together let the two share; \
+             `gpumux set night --guaranteed 50%` gives this one a share of its own"
+        );
+        all[1].class = Class::Standard;
+        assert!(
+            advice(&all)
+                .starts_with("`gpumux set night --class standard` lets it share with web; "),
+            "{}",
+            advice(&all)
+        );
+        all[1].domains[0].received_share = 0.2;
+        assert!(!advice(&all).contains("--weight"), "{}", advice(&all));
+        all[1].class = Class::Batch;
+        assert!(advice(&all).contains("--weight 2"), "{}", advice(&all));
     }
 
     #[test]
@@ -1059,8 +1109,8 @@ mod tests {
         );
         assert_eq!(
             kept.advice,
-            "nothing: it receives what is guaranteed to it; `gpumux set hog --class standard` (as alice or root) lets hog share with \
-             others"
+            "nothing: it receives what is guaranteed to it; `gpumux set hog --class standard` (as alice or root) and \
+             `gpumux set train --class standard` together let the two share"
         );
         let behind = advice(0.3, 0.1, &could_have(0.8)).advice;
         assert!(behind.starts_with("wait: it is behind"), "{behind}");
