@@ -104,7 +104,7 @@ fn unknown_name_is_answered_with_a_similar_one() {
 
 #[test]
 fn detached_program_leaves_its_output_and_its_exit_code() {
-    let node = Node::start();
+    let mut node = Node::start();
     let started = detached(
         &node,
         "quick",
@@ -126,6 +126,11 @@ fn detached_program_leaves_its_output_and_its_exit_code() {
     assert!(table.contains("failed with exit code 7"), "{table}");
     let inspected = gpumux(&node, "inspect quick").run().ok().json();
     assert_eq!(inspected["ended"]["exit"]["code"], 7, "{inspected:#}");
+    // A daemon of a user's own ends soon after its last tenant.
+    node.stop_daemon();
+    assert_eq!(gpumux(&node, "wait quick").run().code(), 7);
+    let unknown = gpumux(&node, "wait other").run();
+    assert!(unknown.err.contains("no daemon"), "{unknown:?}");
 }
 
 #[test]

@@ -40,6 +40,11 @@ pub(crate) fn old(path: &Path) -> PathBuf {
     name.into()
 }
 
+/// Where it is noted how a tenant's program ended: its daemon may end soon after it.
+pub(crate) fn exit(path: &Path) -> PathBuf {
+    path.with_extension("exit")
+}
+
 /// A file of bounded size that is written to.
 #[derive(Debug)]
 pub(crate) struct Log {
@@ -50,11 +55,12 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Begins a new file; what was there becomes the old one.
+    /// Begins a new file; what was there becomes the old one, and how its program ended is forgotten.
     ///
     /// # Errors
     /// When it cannot be made.
     pub(crate) fn begin(path: PathBuf) -> io::Result<Self> {
+        let _ = fs::remove_file(exit(&path));
         Self::bounded(path, MAX)
     }
 
@@ -84,6 +90,11 @@ impl Log {
             .create(true)
             .mode(0o600)
             .open(path)
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// The file as it is now.

@@ -1,7 +1,7 @@
 //! A program that `gpumux run` stays the parent of: one that runs detached, and one that runs again after another tenant's fault.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     os::unix::process::ExitStatusExt,
     process::{Command, ExitCode, ExitStatus},
     sync::{
@@ -24,7 +24,11 @@ use rustix::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use super::{cannot_run, client, collect::Collector};
-use crate::{background, keeper::Keeper, logs::Log};
+use crate::{
+    background,
+    keeper::Keeper,
+    logs::{self, Log},
+};
 
 /// How often the daemon is asked for a fault after the program has ended, and the pause between: two seconds, or more on a machine that
 /// is so slow that the daemon needs them.
@@ -80,6 +84,7 @@ pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
     let mut signals = Signals::listen();
     background::end_with_this(&mut order.program);
     let log = order.log.take();
+    let noted = log.as_ref().map(|log| logs::exit(log.path()));
     let patience = AWAY[usize::from(log.is_none())];
     let output = match log.map(|log| Collector::start(log, order.tenant, &mut order.program)) {
         None => None,
@@ -95,6 +100,12 @@ pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
     };
     drop(order.keeper);
     let exit = Exit::of_status(status.into_raw());
+    if let Some(path) = noted
+        && let Ok(text) = serde_json::to_string(&exit)
+    {
+        // On a full disk only the daemon knows it.
+        let _ = fs::write(path, text);
+    }
     let report = || client::block(async |client| client.report_exit(order.tenant, exit).await);
     // At a terminal it is seen: no daemon needs to know it.
     let told = match output.is_some() {
