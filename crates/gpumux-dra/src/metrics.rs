@@ -163,13 +163,13 @@ const SERIES: [Series; 11] = [
     (
         "gpumux_pod_waited_seconds_total",
         "counter",
-        "Time in which the pod had work and did not run.",
+        "Time in which the pod had work and did not run; a wait for memory does not count.",
         |_, domain| domain.map(|domain| seconds(domain.waited_us)),
     ),
     (
         "gpumux_pod_preemptions_total",
         "counter",
-        "Times that the pod was taken off the device while it had work.",
+        "Times that the pod was frozen while it had work; switches between timeslices do not count.",
         |_, domain| domain.map(|domain| domain.preemptions as f64),
     ),
     (

@@ -24,7 +24,7 @@ Columns:
   GPU         indices of the GPUs that it uses
   SHARE       part of them that it, or its group, received in the last second
   GUARANTEED  part that it always receives when it has work
-  WAIT        part of its time with work that it waited, since it started
+  WAIT        part of its time with work that it waited for the GPU, since it started; waits for memory do not count
   MEMORY      on its GPUs, and what is swapped out to the host
 Of several GPUs, SHARE is the least and the most. `-o wide` has a row for each GPU.
 

@@ -103,7 +103,7 @@ pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
     if let Some(path) = noted
         && let Ok(text) = serde_json::to_string(&exit)
     {
-        // On a full disk only the daemon knows it.
+        // On a full disk only the daemon has it.
         let _ = fs::write(path, text);
     }
     let report = || client::block(async |client| client.report_exit(order.tenant, exit).await);

@@ -183,7 +183,7 @@ fn received(tenant: &Tenant, devices: &[Device]) -> String {
     let (runnable, waited) = (sum(|d| d.runnable_us), sum(|d| d.waited_us));
     if runnable > 0 {
         parts.push(format!(
-            "so far it waited {:.1} s of {:.1} s with work ({}), preempted {} times",
+            "so far it waited {:.1} s of {:.1} s with work ({}), frozen {} times",
             waited as f64 / 1e6,
             runnable as f64 / 1e6,
             percent(waited as f64 / runnable as f64),
@@ -985,7 +985,7 @@ mod tests {
             lines,
             [
                 "a batch tenant has what the others leave (weight 1); nothing guaranteed; when all have work 50% of GPU-0",
-                "25% of GPU-0 in the last second; so far it waited 4.0 s of 10.0 s with work (40%), preempted 12 times",
+                "25% of GPU-0 in the last second; so far it waited 4.0 s of 10.0 s with work (40%), frozen 12 times",
                 "It is frozen: one tenant runs at a time, and day has most of the quanta now.",
                 "day 25% (batch, running)",
                 "if it lasts: `gpumux set night --guaranteed 50%` or `--class latency` puts it before others",

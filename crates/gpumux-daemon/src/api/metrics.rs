@@ -161,9 +161,9 @@ metrics! {
     TOTALS: Totals {
         Counter "gpumux_tenant_received" "seconds" "Device time received; of an MPS group, each member has what all received together." |t| t.received_us / 1e6;
         Counter "gpumux_tenant_runnable" "seconds" "Time in which there was work." |t| t.runnable_us / 1e6;
-        Counter "gpumux_tenant_waited" "seconds" "Time in which there was work that did not run." |t| t.waited_us / 1e6;
+        Counter "gpumux_tenant_waited" "seconds" "Time in which there was work that did not run; a wait for memory does not count." |t| t.waited_us / 1e6;
         Counter "gpumux_tenant_frozen" "seconds" "Time in which channel groups were frozen." |t| t.frozen_us / 1e6;
-        Counter "gpumux_tenant_preemptions" "" "Preemptions: a channel group with work was taken off the device." |t| t.preemptions as f64;
+        Counter "gpumux_tenant_preemptions" "" "Freezes of a channel group that had work; switches between timeslices do not count." |t| t.preemptions as f64;
         Counter "gpumux_tenant_freezes" "" "Freezes of a channel group." |t| t.freezes as f64;
         Counter "gpumux_tenant_thaws" "" "Thaws of a channel group." |t| t.thaws as f64;
         Counter "gpumux_tenant_slice_changes" "" "Timeslices set by the daemon." |t| t.slice_changes as f64;

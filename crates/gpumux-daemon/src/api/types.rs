@@ -979,9 +979,9 @@ pub struct Domain {
     pub received_us: u64,
     /// Time in which it had work, in µs. Time of unknown demand is not in it.
     pub runnable_us: u64,
-    /// Of that, time in which it did not run, in µs.
+    /// Of that, time in which it did not run, in µs; a wait for memory does not count.
     pub waited_us: u64,
-    /// How often it was taken off the device while it had work.
+    /// How often it was frozen while it had work; switches between timeslices do not count.
     pub preemptions: u64,
     /// How often it was frozen.
     pub freezes: u64,

@@ -37,7 +37,7 @@ Examples:
 
 Press ? for the keys. No single key changes a tenant's class or puts it to sleep: c asks for the class, z asks for y. \
 u undoes the last change. The bar is filled as far as a tenant receives its GPU; | is the share that it gets when all tenants have work. \
-WAIT is the part of the time in which it has work and does not run.";
+WAIT is the part of the time in which it has work and does not run; waits for memory do not count.";
 
 /// Watch what tenants receive; change classes and weights; put to sleep and wake
 #[derive(clap::Args)]
