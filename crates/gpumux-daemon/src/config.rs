@@ -67,7 +67,6 @@ pub struct Config {
     #[serde(deserialize_with = "quantity::read_some_seconds")]
     pub idle_exit_s: Option<u64>,
     /// A file that gets what the planners are given and decide.
-    #[serde(skip)]
     pub record: Option<PathBuf>,
 }
 

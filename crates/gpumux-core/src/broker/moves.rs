@@ -817,6 +817,8 @@ impl Broker {
         let ids: Vec<TenantId> = self.tenants.keys().copied().collect();
         for id in ids {
             let movable = self.accounting.movable(id);
+            // It will have work once it has what it waits for.
+            let waits = self.has_asked(id);
             let Some(tenant) = self.tenants.get_mut(&id) else {
                 continue;
             };
@@ -824,6 +826,7 @@ impl Broker {
             let request = tenant.sleeps.first().copied();
             let idle = tenant.terms.sleep_after.is_some_and(|after| {
                 tenant.place == Place::Home
+                    && !waits
                     && !tenant.activity.in_group
                     && !tenant.activity.busy
                     && movable > 0

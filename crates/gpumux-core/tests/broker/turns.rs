@@ -375,6 +375,33 @@ fn tenant_that_sleeps_at_once_is_moved_without_work_only() {
     assert_eq!(world.swapped(1), 4 * GIB);
 }
 
+/// It has no work while it waits, and would have none as long as it is moved each time.
+#[test]
+fn tenant_that_sleeps_at_once_gets_the_memory_that_is_guaranteed_to_it() {
+    for after in [Micros::ZERO, Micros::from_millis(500)] {
+        let mut world = World::new(10 * GIB);
+        world.tenant(2, Class::Standard, 0);
+        assert_eq!(world.allocate(2, 8 * GIB), 8 * GIB);
+        world.set_busy(2, true);
+        let terms = Terms {
+            class: Class::Standard,
+            share: Share {
+                guaranteed: 4 * GIB,
+                limit: u64::MAX,
+            },
+            policy: MemoryPolicy::SwapOthers,
+            sleep_after: Some(after),
+        };
+        world.tenant(1, Class::Standard, 0);
+        world.event(Event::Tenant(TenantId(1), terms));
+        assert_eq!(world.allocate(1, GIB), GIB);
+        world.ask(ProcessId(1), 77, 3 * GIB);
+        world.run_for(Micros::from_secs(5));
+        let granted = world.grants.get(&(ProcessId(1), 77));
+        assert_eq!(granted, Some(&(3 * GIB)), "{after:?}");
+    }
+}
+
 /// More of it may move later than when its user had it moved: what it was granted and had not used then.
 #[test]
 fn sleeper_that_gives_more_room_still_sleeps() {

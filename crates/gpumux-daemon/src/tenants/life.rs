@@ -77,8 +77,12 @@ impl Life {
         self.lost_output = Some(LostOutput { why, ..lost });
     }
 
-    /// Notes a signal that a user has sent to it. A stop sends two: SIGTERM, and SIGKILL to processes that are there after the grace time.
+    /// Notes a signal that a user has sent to it, if it may end it. A stop sends two: SIGTERM, and SIGKILL to processes that are there after the grace time.
     pub(super) fn signalled(&mut self, signal: i32) {
+        const STOP_OR_GO_ON: [i32; 5] = [18, 19, 20, 21, 22];
+        if STOP_OR_GO_ON.contains(&signal) {
+            return;
+        }
         self.sent.retain(|sent| *sent != signal);
         self.sent.push(signal);
     }
@@ -127,7 +131,9 @@ impl Life {
             }
             (Some(signal), _, _) => format!("killed by {}", signal_name(signal)),
             (None, Some(code), _) => {
-                let sent = self.sent.last().map(|it| signal_name(*it));
+                // A program that exits by itself was not ended by SIGKILL: that came to its other processes, or too late.
+                let sent = self.sent.iter().rfind(|it| **it != 9);
+                let sent = sent.map(|it| signal_name(*it));
                 match (code, sent) {
                     (0, None) => "completed".to_owned(),
                     (0, Some(sent)) => format!("completed after {sent} on request"),
@@ -221,7 +227,7 @@ fn count(text: &str) -> Option<u64> {
 
 /// A signal as people write it.
 fn signal_name(signal: i32) -> String {
-    const NAMES: [(i32, &str); 12] = [
+    const NAMES: [(i32, &str); 15] = [
         (1, "SIGHUP"),
         (2, "SIGINT"),
         (3, "SIGQUIT"),
@@ -232,8 +238,11 @@ fn signal_name(signal: i32) -> String {
         (9, "SIGKILL"),
         (10, "SIGUSR1"),
         (11, "SIGSEGV"),
+        (12, "SIGUSR2"),
         (13, "SIGPIPE"),
+        (14, "SIGALRM"),
         (15, "SIGTERM"),
+        (24, "SIGXCPU"),
     ];
     let known = NAMES.iter().find(|(number, _)| *number == signal);
     known.map_or_else(
@@ -279,8 +288,17 @@ mod tests {
         // Its children outlived it, and were killed after the grace time.
         life.signalled(9);
         assert_eq!(life.reason(Killed::None), "ended by SIGTERM on request");
-        life.sent = vec![15];
         life.exit = exit(0);
+        assert_eq!(
+            life.reason(Killed::None),
+            "completed after SIGTERM on request"
+        );
+        life.sent = Vec::new();
+        for signal in [19, 18, 9] {
+            life.signalled(signal);
+            assert_eq!(life.reason(Killed::None), "completed", "{signal}");
+        }
+        life.sent = vec![15];
         assert_eq!(
             life.reason(Killed::None),
             "completed after SIGTERM on request"

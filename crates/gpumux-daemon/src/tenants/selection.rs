@@ -130,9 +130,10 @@ pub(crate) fn resolve(name: &str, numbers: &Numbers) -> Result<String, TenantErr
 
 /// The number of a GPU that is not partitioned.
 fn whole_gpu(uuid: &str, numbers: &Numbers) -> Option<u32> {
-    let number = numbers.get(uuid).filter(|_| uuid.starts_with("GPU-"))?;
-    let of_it = numbers.values().filter(|it| *it == number).count();
-    (of_it == 1).then_some(*number)
+    // Beside a partitioned GPU the driver may number devices in another way than NVML.
+    let partitioned = numbers.keys().any(|it| it.starts_with("MIG-"));
+    let number = numbers.get(uuid).filter(|_| !partitioned)?;
+    Some(*number)
 }
 
 #[cfg(test)]
