@@ -56,6 +56,9 @@ pub enum ClientError {
         /// What connecting said.
         why: io::Error,
     },
+    /// This process cannot ask: it has no files left.
+    #[error("the daemon cannot be asked: {0}")]
+    Unable(io::Error),
     /// The daemon refuses.
     #[error("{message}")]
     Refused {

@@ -102,6 +102,9 @@ pub enum DirError {
     /// It is not ours.
     #[error("{0} belongs to another user: remove it, or use another --runtime-dir")]
     Foreign(PathBuf),
+    /// Every user could put files there, or take the sockets' names.
+    #[error("all users may write to {0}: `chmod o-w {0}`, or use another --runtime-dir")]
+    Open(PathBuf),
     /// It cannot be made or written.
     #[error("cannot use {0}: {1}; choose a directory of your own with --runtime-dir")]
     Io(PathBuf, io::Error),
@@ -116,7 +119,7 @@ pub enum DirError {
 /// Makes a runtime directory if need be.
 ///
 /// # Errors
-/// When it cannot be made, or another user has made it.
+/// When it cannot be made, another user has made it, or all users may write to it.
 pub fn make(dir: &Path) -> Result<(), DirError> {
     let io = |error| DirError::Io(dir.to_owned(), error);
     // Tenants of all users must reach a system daemon's sockets.
@@ -127,9 +130,12 @@ pub fn make(dir: &Path) -> Result<(), DirError> {
         .create(dir)
         .map_err(io)?;
     let made = std::fs::symlink_metadata(dir).map_err(io)?;
-    match made.is_dir() && made.uid() == getuid().as_raw() {
-        true => Ok(()),
-        false => Err(DirError::Foreign(dir.to_owned())),
+    if !made.is_dir() || made.uid() != getuid().as_raw() {
+        return Err(DirError::Foreign(dir.to_owned()));
+    }
+    match made.mode() & 0o002 {
+        0 => Ok(()),
+        _ => Err(DirError::Open(dir.to_owned())),
     }
 }
 
@@ -301,6 +307,8 @@ pub(crate) fn open_to_all(socket: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use rustix::fs::{CWD, FileType, mknodat};
 
     use super::*;
@@ -335,6 +343,17 @@ mod tests {
             !session_socket(&path).exists(),
             "a dead daemon's socket is removed"
         );
+    }
+
+    #[test]
+    fn directory_that_all_may_write_to_is_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let mode = |mode| std::fs::set_permissions(&parent, PermissionsExt::from_mode(mode));
+        mode(0o777).unwrap();
+        let error = make(parent.path()).unwrap_err();
+        assert!(error.to_string().contains("chmod o-w"), "{error}");
+        mode(0o755).unwrap();
+        make(parent.path()).unwrap();
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::{self, Write},
+    io::{self, Read, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{
@@ -30,9 +30,25 @@ pub(crate) enum Sync {
     No,
 }
 
+/// The bytes of a regular file. Another kind, which keeps its reader waiting, is an error.
+fn bytes(file: &Path) -> io::Result<Vec<u8>> {
+    let flags = rustix::fs::OFlags::NONBLOCK.bits();
+    let mut options = File::options();
+    let mut open = options
+        .read(true)
+        .custom_flags(flags.cast_signed())
+        .open(file)?;
+    if !open.metadata()?.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    let mut bytes = Vec::new();
+    open.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// What a file says; nothing if there is none, or none that makes sense.
 pub(crate) fn read<T: DeserializeOwned + Default>(file: &Path) -> T {
-    let problem = match fs::read(file) {
+    let problem = match bytes(file) {
         Ok(bytes) => match parse(&bytes) {
             Ok(value) => return value,
             Err(problem) => problem,
@@ -246,6 +262,20 @@ mod tests {
                 assert!(!file.exists());
             }
         }
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &file,
+            rustix::fs::FileType::Fifo,
+            0o600.into(),
+            0,
+        )
+        .unwrap();
+        assert_eq!(
+            numbers(&file),
+            NONE,
+            "a reader without a writer does not wait"
+        );
+        assert!(!file.exists());
         // What is of another kind is no better.
         write(&file, &"text", Sync::No).unwrap();
         assert_eq!(numbers(&file), NONE);

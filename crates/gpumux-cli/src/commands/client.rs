@@ -23,7 +23,7 @@ pub(crate) fn block<T>(
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .expect("a thread, a timer and an epoll file can be had")
+        .map_err(ClientError::Unable)?
         .block_on(question(Client::new(paths::find())))
 }
 

@@ -65,7 +65,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     config.listen = args.listen.or(config.listen);
     config.mechanism = args.mechanism.unwrap_or(config.mechanism);
     config.idle_exit_s = args.idle_exit.or(config.idle_exit_s);
-    config.record = args.record;
+    config.record = args.record.or(config.record);
     if let Some(policy) = args.policy {
         config.policy = policy;
     }

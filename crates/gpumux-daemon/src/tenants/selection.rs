@@ -130,10 +130,8 @@ pub(crate) fn resolve(name: &str, numbers: &Numbers) -> Result<String, TenantErr
 
 /// The number of a GPU that is not partitioned.
 fn whole_gpu(uuid: &str, numbers: &Numbers) -> Option<u32> {
-    // Beside a partitioned GPU the driver may number devices in another way than NVML.
     let partitioned = numbers.keys().any(|it| it.starts_with("MIG-"));
-    let number = numbers.get(uuid).filter(|_| !partitioned)?;
-    Some(*number)
+    numbers.get(uuid).filter(|_| !partitioned).copied()
 }
 
 #[cfg(test)]
@@ -141,7 +139,10 @@ mod tests {
     use super::*;
 
     fn numbers() -> Numbers {
-        let all = [("GPU-aa-1", 1), ("GPU-ab-0", 0), ("MIG-x", 2), ("MIG-y", 2)];
+        of([("GPU-aa-1", 1), ("GPU-ab-0", 0), ("MIG-x", 2), ("MIG-y", 2)])
+    }
+
+    fn of<const N: usize>(all: [(&str, u32); N]) -> Numbers {
         all.map(|(uuid, number)| (uuid.to_owned(), number)).into()
     }
 
@@ -200,18 +201,24 @@ mod tests {
 
     #[test]
     fn programs_get_numbers_where_these_name_gpus() {
-        let environment = |asked: &[&str], visible| {
-            let found = select(&strings(asked), &[], visible, &numbers(), false);
+        let whole = of([("GPU-aa-1", 1), ("GPU-ab-0", 0)]);
+        let environment = |numbers: &Numbers, asked: &[&str], visible| {
+            let found = select(&strings(asked), &[], visible, numbers, false);
             let found = found.unwrap().environment;
             let of = |name: &str| found.get(name).cloned().unwrap_or_default();
             [of("CUDA_VISIBLE_DEVICES"), of("CUDA_DEVICE_ORDER")]
         };
-        assert_eq!(environment(&["GPU-aa", "0"], None), ["1,0", "PCI_BUS_ID"]);
-        assert_eq!(environment(&["0", "MIG-x"], None), ["GPU-ab-0,MIG-x", ""]);
+        let by_number = ["1,0", "PCI_BUS_ID"];
+        assert_eq!(environment(&whole, &["GPU-aa", "0"], None), by_number);
         // What the user has set stays.
-        assert_eq!(environment(&[], Some("1")), ["", "PCI_BUS_ID"]);
-        assert_eq!(environment(&[], Some("GPU-aa")), ["", ""]);
+        assert_eq!(environment(&whole, &[], Some("1")), ["", "PCI_BUS_ID"]);
+        assert_eq!(environment(&whole, &[], Some("GPU-aa")), ["", ""]);
+        // Beside instances a number may name something else to the driver.
+        let mixed = |asked: &[&str]| environment(&numbers(), asked, None);
+        assert_eq!(mixed(&["0", "MIG-x"]), ["GPU-ab-0,MIG-x", ""]);
+        assert_eq!(mixed(&["1"]), ["GPU-aa-1", ""]);
     }
+
     #[test]
     fn ranks_find_all_devices_in_a_list() {
         let gpus: Numbers = [("GPU-b", 0), ("GPU-a", 1)]
