@@ -193,7 +193,13 @@ impl Accounting {
             let bytes = booked.entry(id).or_default();
             *bytes = (*bytes).max(entry.entitled());
         }
-        Some((device.ledger.usable(), booked))
+        // One that is guaranteed memory comes with a context, too.
+        let whose = |process| self.members.get(process).map(|it| it.tenant);
+        let here: BTreeSet<TenantId> = device.contexts.keys().filter_map(whose).collect();
+        let guaranteed = booked.iter().filter(|(_, bytes)| **bytes > 0);
+        let coming = guaranteed.filter(|(id, _)| !here.contains(id)).count() as u64;
+        let contexts = context(device.capacity).saturating_mul(coming);
+        Some((device.ledger.usable().saturating_sub(contexts), booked))
     }
 
     /// A tenant is guaranteed this wherever it may be used and can be kept. Returns the devices where it cannot.

@@ -246,3 +246,18 @@ fn device_that_is_gone_is_accounted_for_while_it_is_used() {
         CAPACITY - world.broker.lines()[0].occupied
     );
 }
+
+/// Tenants that are admitted at one moment, before any of them has a context.
+#[test]
+fn guarantee_of_a_tenant_that_has_not_come_is_booked_with_its_context() {
+    let mut world = World::new(CAPACITY);
+    look(&mut world);
+    let usable = |world: &World| world.broker.booked(DEVICE).expect("the device").0;
+    let all = usable(&world);
+    world.terms(1, Class::Batch, 0);
+    assert_eq!(usable(&world), all, "nothing is guaranteed to it");
+    for id in 2..5 {
+        world.terms(id, Class::Batch, GIB);
+        assert_eq!(usable(&world), all - (id - 1) * CONTEXT, "{id}");
+    }
+}
