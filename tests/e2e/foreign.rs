@@ -146,7 +146,7 @@ fn child_without_the_library_is_foreign_and_names_its_tenant() {
     assert_ne!(tenant["domains"][0]["pid"].as_u64(), Some(pid));
     assert_eq!(all[0]["started_by"], "job", "{all:?}");
     let shown = node.gpumux(["ps"]).run().ok().out;
-    let expected = format!("(pid {pid}, started by tenant job without gpumux's library");
+    let expected = format!("(pid {pid}, started by tenant job and not connected to the daemon");
     assert!(shown.contains(&expected), "{shown}");
     node.gpumux(["kill", "job"]).run().ok();
     wait_listed(&node, &[], |_| true);

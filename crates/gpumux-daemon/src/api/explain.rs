@@ -237,6 +237,13 @@ fn measured(tenant: &Tenant, uuid: &str, share: f64) -> String {
     }
 }
 
+/// A process that the tenant's program started, that uses a device, and that is not connected.
+fn unconnected(tenant: &Tenant, devices: &[Device]) -> Option<u32> {
+    let mut all = devices.iter().flat_map(|it| &it.foreign);
+    let own = all.find(|it| it.started_by.as_ref() == Some(&tenant.name))?;
+    Some(own.pid)
+}
+
 /// Why it runs or waits now, and what else bears on that.
 fn why(
     tenant: &Tenant,
@@ -288,7 +295,12 @@ fn why(
         parts.push(format!("Processes of it run unmanaged: {why}."));
     } else if tenant.domains.is_empty() {
         parts.push(match tenant.pids.len() {
-            0 => "No process of it has connected yet: a program connects when it makes its first CUDA context.".into(),
+            0 => match unconnected(tenant, devices) {
+                Some(pid) => format!(
+                    "None of its processes is connected. Process {pid} uses a GPU: it lacks gpumux's library, or it is stopped and connects when it goes on."
+                ),
+                None => "No process of it has connected yet: a program connects when it makes its first CUDA context.".into(),
+            },
             n => format!("{n} of its processes are connected, but none has a CUDA context yet."),
         });
     }
@@ -709,7 +721,15 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool, most: Option<&
         }
         TenantState::Blocked => {
             let free = most.map_or(0, |most| most.memory_guaranteed);
-            let way = match free > tenant.spec.memory_guaranteed {
+            let guaranteed = tenant.spec.memory_guaranteed;
+            let within = tenant
+                .memory
+                .iter()
+                .all(|it| it.in_use + it.swapped < guaranteed);
+            let way = match free > guaranteed {
+                _ if within && guaranteed > 0 => {
+                    "what it has is less than its guarantee, so it goes before others: they may be stopped, or the host may have no room for their memory; the daemon's log has what stands in the way".into()
+                }
                 true => format!(
                     "`gpumux set {name} --memory-guaranteed SIZE` guarantees room for this one, up to {}",
                     Size(free)

@@ -106,7 +106,10 @@ impl fmt::Display for ForeignProcess {
             write!(f, " of tenant {tenant}, which may not use the device")?;
         }
         if let Some(tenant) = &self.started_by {
-            write!(f, ", started by tenant {tenant} without gpumux's library")?;
+            write!(
+                f,
+                ", started by tenant {tenant} and not connected to the daemon"
+            )?;
         }
         if let Some(bytes) = self.memory_bytes {
             write!(f, ", {}", Size(bytes))?;
@@ -175,7 +178,7 @@ pub struct ForeignProcess {
     pub used_share: Option<f64>,
     /// The tenant that it is of, if it is of one that may not use the device.
     pub tenant: Option<String>,
-    /// The tenant whose program started it without gpumux's library.
+    /// The tenant whose program started it, and of which it is not connected: it lacks gpumux's library, or is stopped.
     #[serde(default)]
     pub started_by: Option<String>,
 }
