@@ -9,6 +9,7 @@ use std::{
     io::ErrorKind,
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
 
 use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, at_terminal, wait_for};
@@ -131,6 +132,25 @@ fn detached_program_leaves_its_output_and_its_exit_code() {
     assert_eq!(gpumux(&node, "wait quick").run().code(), 7);
     let unknown = gpumux(&node, "wait other").run();
     assert!(unknown.err.contains("no daemon"), "{unknown:?}");
+}
+
+#[test]
+fn output_is_followed_while_the_daemon_is_away() {
+    let mut node = Node::start();
+    let go = node.dir().join("go");
+    let script = format!(
+        "echo first; while [ ! -e {} ]; do sleep 0.05; done; echo last",
+        go.display()
+    );
+    detached(&node, "quick", &script).ok();
+    let mut follows = Process::start(&mut gpumux(&node, "logs -f quick"));
+    follows.wait_lines(1);
+    node.kill_daemon();
+    // It asks the daemon more than once.
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(follows.poll().is_none(), "{}", follows.err());
+    std::fs::write(go, "").unwrap();
+    assert_eq!(follows.finish_within(PATIENCE).ok().out, "first\nlast\n");
 }
 
 #[test]

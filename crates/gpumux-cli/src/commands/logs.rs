@@ -11,6 +11,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use gpumux_daemon::client::ClientError;
 
 use super::client;
 use crate::logs;
@@ -64,7 +65,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut asked = Instant::now();
-    let mut lives = is_alive(&args.name, &path);
+    let mut lives = is_alive(&args.name, &path).unwrap_or(false);
     loop {
         let mut more = Vec::new();
         file.read_to_end(&mut more)?;
@@ -86,7 +87,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             thread::sleep(LOOK);
         }
         if asked.elapsed() > ASK {
-            (asked, lives) = (Instant::now(), is_alive(&args.name, &path));
+            // A daemon that is away does not end the program; where that has ended, it is noted.
+            let on = lives && !logs::exit(&path).exists();
+            lives = is_alive(&args.name, &path).unwrap_or(on);
+            asked = Instant::now();
         }
     }
 }
@@ -128,9 +132,13 @@ fn belongs(before: &[u8]) -> bool {
     before.len() as u64 + (16 << 10) > logs::MAX
 }
 
-fn is_alive(name: &str, path: &Path) -> bool {
-    let tenant = client::block(async |client| client.tenant(name).await);
-    tenant.is_ok_and(|tenant| tenant.log.is_some_and(|log| Path::new(&log) == path))
+/// Whether the tenant whose output goes there runs; none where no daemon answers.
+fn is_alive(name: &str, path: &Path) -> Option<bool> {
+    match client::block(async |client| client.tenant(name).await) {
+        Ok(tenant) => Some(tenant.log.is_some_and(|log| Path::new(&log) == path)),
+        Err(ClientError::Refused { status: 404, .. }) => Some(false),
+        Err(_) => None,
+    }
 }
 
 /// Writes the output as it is; whether there is still a reader.
