@@ -5,7 +5,10 @@ mod again;
 use std::{fs, process::Command, time::Duration};
 
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, real, wait_for};
-use rustix::process::Signal;
+use rustix::{
+    fs::{FlockOperation, flock},
+    process::Signal,
+};
 
 use crate::{TICKS, on_full_disk};
 
@@ -314,21 +317,17 @@ fn many_at_once_start_one_daemon() {
 #[test]
 fn program_waits_for_a_daemon_that_starts() {
     let node = no_daemon();
-    // It reads this file when it starts, and so waits for its writer.
-    let settings = node.dir().join("settings.json");
-    Command::new("mkfifo").arg(&settings).run().ok();
-    let _slow = Process::start(&mut node.gpumux(["daemon"]));
-    let lock = node.dir().join("lock");
-    wait_for("the first daemon's lock", PATIENCE, || {
-        fs::read(&lock)
-            .is_ok_and(|pid| !pid.is_empty())
-            .then_some(())
-    });
+    // As one that has its folder and serves nobody yet.
+    let name = node.dir().join("lock");
+    fs::write(&name, std::process::id().to_string()).unwrap();
+    let lock = fs::File::open(name).unwrap();
+    flock(&lock, FlockOperation::LockExclusive).unwrap();
     let mut tenant = Process::start(&mut node.tenant("", "echo ran"));
     // Longer than a second daemon tries to be the one.
     std::thread::sleep(Duration::from_secs(1));
     assert!(tenant.poll().is_none(), "{}", tenant.err());
-    fs::write(&settings, "").unwrap();
+    drop(lock);
+    let _daemon = Process::start(&mut node.gpumux(["daemon"]));
     let finished = tenant.finish().ok();
     assert_eq!(
         (finished.out.as_str(), finished.err.as_str()),

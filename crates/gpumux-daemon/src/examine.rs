@@ -269,10 +269,10 @@ mod tests {
     use super::*;
     use crate::fake::Driver;
 
-    /// A process that has said that its program runs.
+    /// A process that has said that its program runs, and executes no other after that.
     fn process(input: OwnedFd) -> (std::process::Child, ProcessId, ProcessFd) {
         let mut command = Command::new("sh");
-        command.args(["-c", "echo; exec sleep 100"]);
+        command.args(["-c", "echo; kill -STOP $$"]);
         let out = command
             .stdin(input)
             .stdout(Stdio::piped())

@@ -58,6 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         before.append(&mut text);
         text = before;
     }
+    let mut lives = args.follow && is_alive(&args.name, &path) == Some(true);
     let shown = args
         .lines
         .map_or(&*text, |lines| logs::last_lines(&text, lines));
@@ -65,7 +66,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut asked = Instant::now();
-    let mut lives = is_alive(&args.name, &path).unwrap_or(false);
     loop {
         let mut more = Vec::new();
         file.read_to_end(&mut more)?;
