@@ -317,7 +317,7 @@ fn many_at_once_start_one_daemon() {
 #[test]
 fn program_waits_for_a_daemon_that_starts() {
     let node = no_daemon();
-    // As one that has its folder and serves nobody yet.
+    // As one that has its folder, and does not serve yet.
     let name = node.dir().join("lock");
     fs::write(&name, std::process::id().to_string()).unwrap();
     let lock = fs::File::open(name).unwrap();
