@@ -163,7 +163,7 @@ impl Looks {
         if !greedy && now < end {
             return Seen::Nothing(end.min(works));
         }
-        self.of = None;
+        self.end();
         if !greedy {
             return Seen::Modest;
         }
@@ -174,10 +174,9 @@ impl Looks {
         Seen::Greedy
     }
 
-    /// The domain that is looked at, if one of these is; else none is any more.
-    pub(super) fn at(&mut self, domains: impl IntoIterator<Item = DomainId>) -> Option<DomainId> {
-        self.of = domains.into_iter().find(|id| self.are_at(*id));
-        self.of
+    /// No domain is looked at any more.
+    pub(super) fn end(&mut self) {
+        self.of = None;
     }
 }
 

@@ -332,10 +332,13 @@ impl Memory {
     /// The domain that is looked at, and when that may be over. One that does not take what it can get had not run ahead: timeslices tell
     /// roughly what a domain received.
     pub(super) fn looked_at(&mut self, now: Micros, long: Micros) -> Option<(DomainId, Micros)> {
-        let id = self.looks.at(self.domains.iter().map(|it| it.id))?;
-        let track = self.domains.iter_mut().find(|it| it.id == id)?;
+        let mut domains = self.domains.iter_mut();
+        let Some(track) = domains.find(|it| self.looks.are_at(it.id)) else {
+            self.looks.end();
+            return None;
+        };
         match self.looks.look(now, long, &mut track.habit) {
-            Seen::Nothing(until) => return Some((id, until)),
+            Seen::Nothing(until) => return Some((track.id, until)),
             Seen::Greedy => {}
             Seen::Modest => {
                 let [_, _, tenant, own] = track.path;

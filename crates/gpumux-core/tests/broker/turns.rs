@@ -350,6 +350,19 @@ pub(crate) fn two_that_wait_for_a_third_do_not_exchange_their_memory_without_end
     assert!(moves <= 120, "{moves} moves in 30 s");
 }
 
+/// A tenant that sleeps after so long without work.
+fn sleeper(guaranteed: u64, after: Micros) -> Terms {
+    Terms {
+        class: Class::Standard,
+        share: Share {
+            guaranteed,
+            limit: u64::MAX,
+        },
+        policy: MemoryPolicy::SwapOthers,
+        sleep_after: Some(after),
+    }
+}
+
 /// With no time, as soon as it has no work, and not before.
 #[test]
 fn tenant_that_sleeps_at_once_is_moved_without_work_only() {
@@ -357,17 +370,8 @@ fn tenant_that_sleeps_at_once_is_moved_without_work_only() {
     world.tenant(1, Class::Standard, 0);
     assert_eq!(world.allocate(1, 4 * GIB), 4 * GIB);
     world.set_busy(1, true);
-    let terms = Terms {
-        class: Class::Standard,
-        share: Share {
-            guaranteed: 0,
-            limit: u64::MAX,
-        },
-        policy: MemoryPolicy::SwapOthers,
-        sleep_after: Some(Micros::ZERO),
-    };
     let orders = world.orders;
-    world.event(Event::Tenant(TenantId(1), terms));
+    world.event(Event::Tenant(TenantId(1), sleeper(0, Micros::ZERO)));
     world.run_for(Micros::from_secs(10));
     assert_eq!((world.swapped(1), world.orders), (0, orders), "at work");
     world.set_busy(1, false);
@@ -383,17 +387,8 @@ fn tenant_that_sleeps_at_once_gets_the_memory_that_is_guaranteed_to_it() {
         world.tenant(2, Class::Standard, 0);
         assert_eq!(world.allocate(2, 8 * GIB), 8 * GIB);
         world.set_busy(2, true);
-        let terms = Terms {
-            class: Class::Standard,
-            share: Share {
-                guaranteed: 4 * GIB,
-                limit: u64::MAX,
-            },
-            policy: MemoryPolicy::SwapOthers,
-            sleep_after: Some(after),
-        };
         world.tenant(1, Class::Standard, 0);
-        world.event(Event::Tenant(TenantId(1), terms));
+        world.event(Event::Tenant(TenantId(1), sleeper(4 * GIB, after)));
         assert_eq!(world.allocate(1, GIB), GIB);
         world.ask(ProcessId(1), 77, 3 * GIB);
         world.run_for(Micros::from_secs(5));
