@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use rustix::fs::OFlags;
 use serde::{Serialize, de::DeserializeOwned};
 
 /// What the first line begins with; the checksum (CRC-32, hexadecimal) follows.
@@ -30,19 +31,26 @@ pub(crate) enum Sync {
     No,
 }
 
-/// The bytes of a regular file. Another kind, which keeps its reader waiting, is an error.
-fn bytes(file: &Path) -> io::Result<Vec<u8>> {
-    let flags = rustix::fs::OFlags::NONBLOCK.bits();
-    let mut options = File::options();
-    let mut open = options
-        .read(true)
-        .custom_flags(flags.cast_signed())
-        .open(file)?;
-    if !open.metadata()?.is_file() {
-        return Err(io::Error::other("it is no regular file"));
+/// Opens a regular file, with more flags. Another kind, which could keep its reader waiting, is an error.
+pub(crate) fn open_regular(
+    file: &Path,
+    options: &mut OpenOptions,
+    flags: OFlags,
+) -> io::Result<File> {
+    let flags = (OFlags::NONBLOCK | flags).bits().cast_signed();
+    let open = options.custom_flags(flags).open(file)?;
+    match open.metadata()?.is_file() {
+        true => Ok(open),
+        false => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is no regular file",
+        )),
     }
+}
+
+fn bytes(file: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    open.read_to_end(&mut bytes)?;
+    open_regular(file, File::options().read(true), OFlags::empty())?.read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 

@@ -25,6 +25,7 @@ const NAMED: usize = 3;
 const NOTHING: f64 = 0.005;
 /// A tenant that receives so much less than it is entitled to lacks something.
 const LACKS: f64 = 0.05;
+/// What is left where the user may set nothing that helps.
 const LIMITED: &str = "nothing that its user may set: another guarantee must be lowered, or the administrator must allow more (gpumux.toml)";
 /// A tenant that received so much has work all the time.
 const ALL_THE_TIME: f64 = 0.5;
@@ -776,14 +777,10 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool, most: Option<&
                     }
                     _ => Some(format!("{own} lets it share with {}", hog.name)),
                 };
+                let kept = is_guaranteed.then(|| format!("nothing: it receives {receives}"));
+                let raise = raise.filter(|_| !is_guaranteed);
                 let raise = raise.map(|raise| format!("{raise} gives this one a share of its own"));
-                let ways: Vec<String> = match is_guaranteed {
-                    true => [format!("nothing: it receives {receives}")]
-                        .into_iter()
-                        .chain(way)
-                        .collect(),
-                    false => way.into_iter().chain(raise).collect(),
-                };
+                let ways: Vec<String> = kept.into_iter().chain(way).chain(raise).collect();
                 match ways.is_empty() {
                     true => LIMITED.into(),
                     false => ways.join("; "),

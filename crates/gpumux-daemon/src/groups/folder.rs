@@ -23,6 +23,7 @@ use crate::{
     examine::{self, Examiner},
     paths::MPS_VARIABLES,
     peer::{ProcessFd, ProcessId},
+    store::open_regular,
 };
 
 /// Bytes of the output that are kept, and read at once, at most.
@@ -186,14 +187,10 @@ pub(super) struct Output {
 impl Output {
     /// The present one, from its begin or end on.
     pub(super) fn open(folder: &Folder, from_begin: bool) -> io::Result<Self> {
-        let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
         let mut options = OpenOptions::new();
-        options.read(true).write(true).custom_flags(flags);
-        let file = options.open(folder.output_path())?;
+        options.read(true).write(true);
+        let file = open_regular(&folder.output_path(), &mut options, OFlags::NOFOLLOW)?;
         let found = file.metadata()?;
-        if !found.is_file() {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
         Ok(Self {
             inode: found.ino(),
             read: if from_begin { 0 } else { found.len() },

@@ -152,11 +152,9 @@ impl Admission {
     /// A tenant has come to a device. That may become known only now, and be too small for what was admitted before; or the tenant's context takes
     /// what others are guaranteed.
     pub(super) fn warn(&self, state: &State, broker: &Broker, tenant: TenantId, device: &str) {
-        let here = |id: &TenantId| (state.confined.get(id)).is_none_or(|it| it.contains(device));
-        let others = state
-            .tenants
-            .iter()
-            .filter(|(id, spec)| **id != tenant && spec.memory_guaranteed > 0 && here(id));
+        let others = state.tenants.iter().filter(|(id, spec)| {
+            **id != tenant && spec.memory_guaranteed > 0 && state.may_use(**id, device)
+        });
         for id in [tenant].into_iter().chain(others.map(|(id, _)| *id)) {
             if let Err(error) = self.keeps(state, broker, id, device) {
                 tracing::warn!(tenant = id.0, %error, "guarantees do not fit on this device: its tenants share it in proportion");
