@@ -36,6 +36,12 @@ fn detached(node: &Node, name: &str, script: &str) -> Finished {
     command.run()
 }
 
+/// A script that waits for a file, and then runs this line.
+fn after(file: &Path, line: &str) -> String {
+    let file = file.display();
+    format!("while [ ! -e {file} ]; do sleep 0.05; done; {line}")
+}
+
 fn ended(node: &Node, name: &str) -> Option<Value> {
     let listing = gpumux(node, "ps -a --json").run().ok().json();
     let ended = listing["ended"].as_array().unwrap().iter();
@@ -138,10 +144,7 @@ fn detached_program_leaves_its_output_and_its_exit_code() {
 fn output_is_followed_while_the_daemon_is_away() {
     let mut node = Node::start();
     let go = node.dir().join("go");
-    let script = format!(
-        "echo first; while [ ! -e {} ]; do sleep 0.05; done; echo last",
-        go.display()
-    );
+    let script = format!("echo first; {}", after(&go, "echo last"));
     detached(&node, "quick", &script).ok();
     let mut follows = Process::start(&mut gpumux(&node, "logs -f quick"));
     follows.wait_lines(1);
@@ -157,10 +160,7 @@ fn output_is_followed_while_the_daemon_is_away() {
 fn program_that_ends_while_the_daemon_is_away_has_an_end() {
     let mut node = Node::start();
     let go = node.dir().join("go");
-    let script = format!(
-        "while [ ! -e {} ]; do sleep 0.05; done; exit 7",
-        go.display()
-    );
+    let script = after(&go, "exit 7");
     detached(&node, "quick", &script).ok();
     let mut front = node.tenant("--name front", "sh -c");
     let mut front = Process::start(front.arg(&script));

@@ -1,7 +1,7 @@
 //! The machine's monotonic clock.
 
 /// Nanoseconds by the machine's monotonic clock.
-pub(crate) fn now_ns() -> u64 {
+pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     (now.tv_sec as u64)
         .wrapping_mul(1_000_000_000)

@@ -6,7 +6,7 @@
 //! permits launches. The daemon takes everything that arrives as hostile: packets are bounded and parsed
 //! without panicking, and the page can neither shrink nor be written by the daemon.
 
-mod clock;
+pub mod clock;
 pub mod keeper;
 pub mod lease;
 mod mapping;

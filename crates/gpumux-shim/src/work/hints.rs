@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_wire::message::FARTHEST_HINT_US;
+use gpumux_wire::{clock::now_ns, message::FARTHEST_HINT_US};
 
 use super::{
     hold::{Hinted, now_us, take},
@@ -157,11 +157,6 @@ pub(crate) fn serve() -> bool {
 extern "C" fn gpumux_hint(device: c_int, expected_us: c_uint) -> c_int {
     let hinted = catch_unwind(AssertUnwindSafe(|| by_hand(Some(device), expected_us)));
     hinted.unwrap_or(Hinted::Impossible) as c_int
-}
-
-fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
 /// See `include/gpumux.h`.

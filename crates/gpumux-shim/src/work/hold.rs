@@ -870,6 +870,13 @@ mod tests {
 
     use super::*;
 
+    /// A context with these groups, by their slots: where it is, and its words.
+    fn placed(context: u64, slots: u64) -> (usize, &'static Place, &'static Words) {
+        know(context, slots);
+        let index = find(context).unwrap();
+        (index, &TABLE[index], &make_words().unwrap()[index])
+    }
+
     /// The emulated device goes by this name and these parameters.
     #[test]
     fn the_kernel_is_declared_as_it_is_launched() {
@@ -943,9 +950,7 @@ mod tests {
     fn device_that_is_kept_counts_as_work() {
         let _alone = crate::ground::guard::alone();
         const CONTEXT: u64 = 0xc2;
-        know(CONTEXT, 0);
-        let index = find(CONTEXT).unwrap();
-        let (place, words) = (&TABLE[index], &make_words().unwrap()[index]);
+        let (index, place, words) = placed(CONTEXT, 0);
         let ends = |held| {
             let mut wait = Waited::new(Site::new(Call::Wait, 3));
             wait.held = held;
@@ -975,9 +980,7 @@ mod tests {
         let page = crate::ground::context::test_page();
         let slot = page.slot(5).unwrap();
         slot.begin_counting();
-        know(CONTEXT, 1 << 5);
-        let index = find(CONTEXT).unwrap();
-        let (place, words) = (&TABLE[index], &make_words().unwrap()[index]);
+        let (index, place, words) = placed(CONTEXT, 1 << 5);
         for (ticket, ended) in [(3, 0), (4, 1)] {
             place.ticket.store(4, Ordering::Release);
             words.finished.store(ticket, Ordering::Release);
@@ -998,9 +1001,7 @@ mod tests {
     fn kernel_is_still_lacking_after_a_read() {
         let _alone = crate::ground::guard::alone();
         const CONTEXT: u64 = 0xc7;
-        know(CONTEXT, 0);
-        let index = find(CONTEXT).unwrap();
-        let place = &TABLE[index];
+        let (index, place, _) = placed(CONTEXT, 0);
         // There is no such slot, so it is not idle.
         place.slots.store(1 << 63, Ordering::Relaxed);
         lock(&place.state).lacks_kernel = true;
@@ -1016,9 +1017,7 @@ mod tests {
     fn hold_that_runs_out_in_the_wait_is_over() {
         let _alone = crate::ground::guard::alone();
         const CONTEXT: u64 = 0xc8;
-        know(CONTEXT, 0);
-        let index = find(CONTEXT).unwrap();
-        let (place, words) = (&TABLE[index], &make_words().unwrap()[index]);
+        let (index, place, words) = placed(CONTEXT, 0);
         let held = |met| {
             lock(&place.state).lessons = Lessons::new();
             let held = |ticket: &u32| {
