@@ -205,10 +205,16 @@ impl<'a> Stage<'a> {
         self.next = Some(self.next.map_or(at.0, |next| next.min(at.0)));
     }
 
-    /// Whether several latency domains are there, which must not wait long for each other.
-    fn several(&self) -> bool {
-        let latency = self.cast.iter().filter(|it| it.class() == Class::Latency);
-        latency.count() > 1
+    /// Whether several latency domains had work lately, which must not wait long for each other. Asks for a plan when one of them had none for long.
+    fn several(&mut self) -> bool {
+        let lately = |it: &&Actor| it.class() == Class::Latency && self.lately(it);
+        let several = self.cast.iter().filter(lately).count() > 1;
+        let pauses = self.cast.iter().filter(lately).filter(|it| !it.runnable());
+        let end = pauses.map(|it| it.domain.demand_since + self.tuning.recent);
+        if let Some(end) = end.min().filter(|_| several) {
+            self.ask_at(end);
+        }
+        several
     }
 
     /// Finds the latency domains that take the device at once: those that have not run ahead of their share by their burst, nor
@@ -553,12 +559,13 @@ impl<'a> Stage<'a> {
     /// kernel by kernel have gaps, and the longer the timeslice, the fewer of them are lost to switching.
     fn patience(&self) -> Timeslice {
         let latency = self.cast.iter().filter(|it| it.class() == Class::Latency);
-        // Without an objective, it is what the program itself shows.
+        // Without an objective, it is what the program itself shows while it works.
         let own = |actor: &Actor| match (actor.claim.objective, actor.domain.tolerated) {
-            (Some(objective), _) => objective.0 / PATIENCE,
-            (None, tolerated) => tolerated.map_or(0, |it| it.0),
+            (Some(objective), _) => Some(objective.0 / PATIENCE),
+            (None, _) if !self.lately(actor) => None,
+            (None, tolerated) => Some(tolerated.map_or(0, |it| it.0)),
         };
-        let least = latency.map(own).min().unwrap_or(0);
+        let least = latency.filter_map(own).min().unwrap_or(0);
         // A process that is not controlled keeps the device for the driver's timeslice. Between two of those the shortest gets nothing done.
         let least = if self.snapshot.crowded {
             MAX_PATIENCE

@@ -6,6 +6,9 @@
 /// The device is taken so long before the end, in µs: what a neighbour's timeslice of 1 ms leaves of it is enough to run all that was submitted
 /// meanwhile, and the wait at the end loses none.
 pub(super) const AHEAD: f32 = 1_200.0;
+/// Of that the others lose so much, in µs: until their timeslice ends they have the device anyhow, and then the program's pieces and the switches
+/// to these would take much of it.
+const LOST: f32 = AHEAD / 3.0;
 /// Long requests have so many pieces, and are so many times as far from the one before.
 pub(super) const LONG: u64 = 32;
 const SELDOM: f32 = 8.0;
@@ -21,10 +24,12 @@ const COMPARISON: f32 = 1.0 / 32.0;
 /// Comparisons after which the gain is known, and in how many requests one is held until then.
 const ENOUGH: u16 = 32;
 const FIRST: u16 = 3;
-/// A comparison counts by no more, in µs: hosts stand still for 20 ms at times.
-const FAR: f32 = 2.0 * AHEAD;
+/// A comparison counts by no more, in µs: hosts stand still for 20 ms at times, and what a hold gains is a part of a timeslice.
+const FAR: f32 = 0.75 * AHEAD;
 /// Of so many calls one is answered the other way, to compare: where holds pay, and where they do not.
 pub(super) const COMPARED: (u16, u16) = (128, 16);
+/// The same of long requests: to them a hold is little.
+const LONG_COMPARED: (u16, u16) = (32, 16);
 
 /// Whether call `n` is the one of `every`, in an order without a period: what programs do has periods.
 pub(super) fn is_one_of(every: u16, n: u16) -> bool {
@@ -176,11 +181,11 @@ impl Long {
 impl Gain {
     /// Whether to take the device for the request of this number.
     fn answer(&self, n: u16) -> bool {
-        let pays = WORTH * self.mean > AHEAD;
+        let pays = WORTH * self.mean > LOST;
         match (self.compared < ENOUGH, pays) {
             (true, _) => is_one_of(FIRST, n),
-            (_, true) => !is_one_of(COMPARED.0, n),
-            (_, false) => is_one_of(COMPARED.1, n),
+            (_, true) => !is_one_of(LONG_COMPARED.0, n),
+            (_, false) => is_one_of(LONG_COMPARED.1, n),
         }
     }
 
@@ -263,7 +268,7 @@ mod tests {
                 assert!(n < 20 || ahead.abs_diff(AHEAD as u64) < 100, "{n}: {ahead}");
             }
         }
-        assert!(near > 930, "{near}");
+        assert!(near > 900, "{near}");
         // It gains nothing any more, and then it does again.
         assert!(it.held(10_000, |_| [700, 650]) < 45);
         assert!(it.held(10_000, |_| [700, 150]) > 90);
@@ -286,7 +291,7 @@ mod tests {
         );
         assert_eq!(tries(|_| 100, 1_000), 0, "one of 2 ms after the other");
         assert_eq!(tries(|n| 100 + n % 2, 1_000), 0);
-        assert!(tries(|_| 100, 10_000) > 930);
+        assert!(tries(|_| 100, 10_000) > 900);
     }
 
     /// Bursts of 20, and a second of nothing: only the first of each may be held.
@@ -327,11 +332,13 @@ mod tests {
                     .sum::<u64>()
                     / 10
             };
-            let found = [-600.0, 0.0, 600.0, 900.0].map(held);
+            let found = [-600.0, 0.0, 600.0, 200.0].map(held);
             println!("{deviation} µs: {found:?} %");
             assert!(found[0] < 9 && found[1] < 30, "{deviation} µs: {found:?} %");
+            assert!(found[2] > 90, "{deviation} µs: {found:?} %");
+            // As much as an eager language model gains beside training on an H200.
             assert!(
-                found[2] > 75 && found[3] > 90,
+                found[3] > 75 || deviation > 300.0,
                 "{deviation} µs: {found:?} %"
             );
         }
@@ -349,8 +356,9 @@ mod tests {
                     })
                 };
                 let found = [-300, 0, 600].map(held);
+                println!("{first} of {kinds}: {found:?} %");
                 assert!(
-                    found[0] < 15 && found[1] < 15 && found[2] > 85,
+                    found[0] < 9 && found[1] < 30 && found[2] > 85,
                     "{first} of {kinds}: {found:?} %"
                 );
             }

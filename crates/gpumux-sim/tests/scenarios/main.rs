@@ -20,6 +20,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "bursty",
     "decode+train",
     "eager+train",
+    "eager+train+idle",
     "eager+train-8ms",
     "eager-12ms+train",
     "eager-pauses+train",
@@ -297,6 +298,22 @@ fn busy_latency_tenants_beside_each_other_lose_nothing_to_time_slicing() {
             assert!(p99(own) <= 1.1 * p99(sliced), "{name}: {own:?} {sliced:?}");
         }
     }
+}
+
+/// It has work for a thousandth of the time: for the rest the others share as if it was not there.
+#[test]
+fn server_with_few_requests_does_not_cost_others_the_gaps_of_a_busy_one() {
+    let mut all = scenario("eager+train+idle");
+    (all.seconds, all.modes) = (31.0, vec![Mode::Gpumux]);
+    let mut without = all.clone();
+    without.tenants.retain(|it| it.name != "seldom");
+    let [all, without] = [all, without].map(|it| run(&it).expect("played").modes.remove(0));
+    let rate = |report, name| tenant(report, name).rate;
+    assert!(rate(&all, "training") >= 0.7 * rate(&without, "training"));
+    assert!(rate(&all, "eager") >= 0.98 * rate(&without, "eager"));
+    // It waits for a neighbour's timeslice and the controls at most.
+    let seldom = tenant(&all, "seldom").latency.expect("requests");
+    assert!(seldom.max_ms < 5.0, "{seldom:?}");
 }
 
 #[test]

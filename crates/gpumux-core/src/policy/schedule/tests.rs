@@ -84,6 +84,25 @@ fn launch_bound_program_keeps_its_share_by_timeslices() {
 }
 
 #[test]
+fn launch_bound_program_keeps_its_neighbours_timeslices_beside_an_idle_server() {
+    let classes = [Class::Latency, Class::Latency, Class::Batch];
+    let domains = vec![domain(1, 0), domain(2, 1), domain(3, 2)];
+    let mut now = snapshot(&classes, domains);
+    now.now = Micros::from_secs(10);
+    now.domains[0].tolerated = Some(Timeslice(2_000));
+    now.domains[1].demand = Demand::Idle;
+    let batch = |now: &Snapshot| shape(&plan(now, &mut Memory::default()))[2];
+    assert_eq!(batch(&now), (2_000, Enabled));
+    now.tenants[1].spec.latency_objective_us = Some(8_000);
+    assert_eq!(batch(&now), (800, Enabled), "it may be back at any time");
+    now.tenants[1].spec.latency_objective_us = None;
+    now.domains[1].demand_since = Micros::from_millis(9_500);
+    assert_eq!(batch(&now), (1, Frozen), "it had work lately");
+    let next = plan(&now, &mut Memory::default()).next;
+    assert!(next <= Some(Micros::from_millis(10_500)), "{next:?}");
+}
+
+#[test]
 fn standard_tenants_share_by_slices_that_cost_five_percent() {
     let mut two = snapshot(&[Class::Standard; 2], vec![domain(1, 0), domain(2, 1)]);
     two.tenants[0].spec.guaranteed = 0.7;
