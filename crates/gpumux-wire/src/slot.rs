@@ -75,7 +75,7 @@ pub(crate) const PAUSE: u64 = 1_000_000;
 /// shorter gaps.
 pub const GAP: u64 = 500_000;
 
-/// The clock is read at one piece in so many while there is work: a read costs as much as all else that is done for a launch, and so many launches of
+/// The clock is read at one piece in so many while there is work: a read costs a third of all else that is done for a launch, and so many launches of
 /// a program that does not wait take less than [`GAP`].
 const SAMPLED: u64 = 4;
 
