@@ -102,14 +102,16 @@ def main() -> int:
 
 
 def compare(results: Results, case: str, script: Path, logs: Path, left: engines.Budget, options: argparse.Namespace) -> None:
-    """One case in all modes, each round beginning with another."""
+    """One case in all modes, each round beginning with another. One that fails is left out from then on."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in options.modes}
     for number in range(1 if options.quick else options.rounds):
         turn = number % len(options.modes)
         for name in [*options.modes[turn:], *options.modes[:turn]]:
-            left.check(10)
-            with engines.mode_of(name, logs) as mode:
-                seen[name].append(measure(mode, case, script, logs, number))
+            if name in seen:
+                left.check(10)
+                with results.cell(f"{case}, {name}"), engines.mode_of(name, logs) as mode:
+                    seen[name].append(measure(mode, case, script, logs, number))
+        seen = {name: values for name, values in seen.items() if len(values) > number}
         for name, values in seen.items():
             means: dict[str, Callable[[Sequence[int]], float]]
             means = {key: functools.partial(rounds.mean_of, [one[key] for one in values]) for key in values[0]}

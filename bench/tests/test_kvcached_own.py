@@ -1,8 +1,11 @@
 """Tests of how kvcached's own benchmarks are read; no GPU needed."""
 
+import contextlib
 import tempfile
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import kvcached_own
 from common import BenchError
@@ -43,6 +46,23 @@ class Tables(unittest.TestCase):
             for names, asked in (("world_size: int = 1", "world_size=2"), ("tp_size: int = 1", "tp_size=2")):
                 interfaces.write_text(names)
                 self.assertIn(asked, kvcached_own.adapted(tree, "alloc", made).read_text())
+
+    def test_mode_that_fails_is_left_out_and_the_other_goes_on(self) -> None:
+        results, calls = mock.MagicMock(), list[str]()
+        results.cell = lambda _what: contextlib.suppress(BenchError)
+
+        def measure(mode: str, *_: object) -> dict[str, float]:
+            calls.append(mode)
+            if mode == "kvcached":
+                raise BenchError("ended with -11")
+            return {"serial_ms": 2.0 * calls.count(mode)}
+
+        options = SimpleNamespace(modes=kvcached_own.MODES, rounds=2, quick=False)
+        with mock.patch.object(kvcached_own, "measure", measure), mock.patch.object(kvcached_own.engines, "mode_of", lambda name, _logs: contextlib.nullcontext(name)):
+            kvcached_own.compare(results, "map", Path(), Path(), mock.Mock(), options)  # type: ignore[arg-type]
+        self.assertEqual((calls.count("kvcached"), calls.count("kvcached-gpumux")), (1, 2))
+        case, mode, values, _around = results.add.call_args.args
+        self.assertEqual((case, mode, values), ("map", "kvcached-gpumux", {"serial_ms": 3.0, "rounds": 2}))
 
 
 if __name__ == "__main__":
