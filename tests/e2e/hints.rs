@@ -25,7 +25,7 @@ fn hints(tenant: &Value, what: &str) -> u64 {
 fn beside_batch_most_are_useful(node: &Node, program: &str) -> [Process; 2] {
     let batch = batch(node);
     let auto = Process::start(&mut node.tenant("--class latency --name auto", program));
-    let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 50);
+    let tenant = node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 30);
     assert!(
         hints(&tenant, "wasted") < hints(&tenant, "useful"),
         "{tenant:#}"

@@ -20,12 +20,12 @@ pub(super) const WATCHED: u16 = 8;
 pub(super) const WORTH: f32 = 4.0;
 /// How much a new observation counts, and a new comparison, which has more noise.
 pub(super) const RECENT: f32 = 0.125;
-const COMPARISON: f32 = 1.0 / 32.0;
+const COMPARISON: f32 = 1.0 / 64.0;
 /// Comparisons after which the gain is known, and in how many requests one is held until then.
 const ENOUGH: u16 = 32;
 const FIRST: u16 = 3;
 /// A comparison counts by no more, in µs: hosts stand still for 20 ms at times, and what a hold gains is a part of a timeslice.
-const FAR: f32 = 0.75 * AHEAD;
+const FAR: f32 = AHEAD;
 /// Of so many calls one is answered the other way, to compare: where holds pay, and where they do not.
 pub(super) const COMPARED: (u16, u16) = (128, 16);
 /// The same of long requests: to them a hold is little.
