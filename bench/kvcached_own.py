@@ -10,12 +10,11 @@ kvcached 0.1.5 did and this one does not, it is renamed.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import common
@@ -113,8 +112,7 @@ def compare(results: Results, case: str, script: Path, logs: Path, left: engines
                     seen[name].append(measure(mode, case, script, logs, number))
         seen = {name: values for name, values in seen.items() if len(values) > number}
         for name, values in seen.items():
-            means: dict[str, Callable[[Sequence[int]], float]]
-            means = {key: functools.partial(rounds.mean_of, [one[key] for one in values]) for key in values[0]}
+            means = engines.means(values, values)
             around = {key: rounds.interval(mean, len(values)) for key, mean in means.items()} if len(values) >= rounds.LEAST else None
             results.add(case, name, {key: mean([1] * len(values)) for key, mean in means.items()} | {"rounds": len(values)}, around)
 

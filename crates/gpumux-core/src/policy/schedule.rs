@@ -209,12 +209,20 @@ impl<'a> Stage<'a> {
     fn several(&mut self) -> bool {
         let lately = |it: &&Actor| it.class() == Class::Latency && self.lately(it);
         let several = self.cast.iter().filter(lately).count() > 1;
-        let pauses = self.cast.iter().filter(lately).filter(|it| !it.runnable());
-        let end = pauses.map(|it| it.domain.demand_since + self.tuning.recent);
-        if let Some(end) = end.min().filter(|_| several) {
-            self.ask_at(end);
+        if several {
+            self.ask_when_forgotten(|it| it.class() == Class::Latency);
         }
         several
+    }
+
+    /// Asks for a plan when the first of these domains that pauses had no work lately.
+    fn ask_when_forgotten(&mut self, of: impl Fn(&Actor) -> bool) {
+        let pauses = self.cast.iter().filter(|it| of(it) && !it.runnable());
+        let pauses = pauses.filter(|it| self.lately(it));
+        let end = pauses.map(|it| it.domain.demand_since + self.tuning.recent);
+        if let Some(end) = end.min() {
+            self.ask_at(end);
+        }
     }
 
     /// Finds the latency domains that take the device at once: those that have not run ahead of their share by their burst, nor
@@ -617,12 +625,7 @@ impl<'a> Stage<'a> {
             self.lately(it)
         });
         let all = divide(self.division, &self.cast, self.snapshot, |_| true);
-        let pauses = self.cast.iter().filter(|it| !it.runnable());
-        let pauses = pauses.filter(|it| self.lately(it));
-        let end = pauses.map(|it| it.domain.demand_since + self.tuning.recent);
-        if let Some(end) = end.min() {
-            self.ask_at(end);
-        }
+        self.ask_when_forgotten(|_| true);
         let both = self.cast.iter().zip(lately.into_iter().zip(all));
         both.map(|(actor, (lately, all))| if self.lately(actor) { lately } else { all })
             .collect()

@@ -25,7 +25,7 @@ const NAMED: usize = 3;
 const NOTHING: f64 = 0.005;
 /// A tenant that receives so much less than it is entitled to lacks something.
 const LACKS: f64 = 0.05;
-/// What is left where the user may set nothing that helps.
+/// The advice where no setting helps.
 const LIMITED: &str = "nothing that its user may set: another guarantee must be lowered, or the administrator must allow more (gpumux.toml)";
 /// A tenant that received so much has work all the time.
 const ALL_THE_TIME: f64 = 0.5;
