@@ -1,7 +1,7 @@
 """Real vLLM with an elastic KV cache (`gpumux.vllm`), beside vLLM as it is, with random weights; or with `--library sglang` SGLang (`gpumux.sglang`).
 
 `saturation`: `--requests` requests at once, of 128 tokens, which make 128. `rate-8`, `rate-16`, `rate-32`: so many requests a second for 4 s, at random moments, of 512 tokens, which make 64. The engines of all modes
-are there, and take turns in rounds. Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`, and where asked for `kvcached` (with its native module, without gpumux) and `kvcached-gpumux` (its
+are there, and take turns in rounds; the same call goes on with the rounds of one before (`engines-GPU.rounds.jsonl`). Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`, and where asked for `kvcached` (with its native module, without gpumux) and `kvcached-gpumux` (its
 Python code on `gpumux.compat.kvcached`), `kvcached-layers` (its native module, with a page for each layer instead of one for all), and `elastic-2` and `elastic-64` (granules of about 2 and 64 MiB; those of `elastic` have about 16). Values: `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `finished` of `requests`; `rounds`; `tokens_rel`, tokens/s relative to `stock` in the same rounds;
 `taken` and `refused` granules of `elastic`, in all of these cases together. Values are means over rounds.
 
@@ -227,53 +227,62 @@ def means(found: Sequence[dict[str, float]], stock: Sequence[dict[str, float]]) 
 
 
 def loads(
-    cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace
+    cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace, results: Results
 ) -> Iterator[tuple[str, str, dict[str, float], dict[str, list[float]]]]:
-    """Engines of all modes are there at the same time and have their requests one after the other, in rounds: means of each case and mode, and their intervals."""
+    """Engines of all modes are there at the same time and have their requests one after the other, in rounds: means of each case and mode, and their intervals.
+    Rounds of an earlier call with the same results count."""
+    record = rounds.Record(results, modes, {})
+    whole = lambda: [it for it in record.cases.get(" ".join(cases), []) if not it["failed"]]  # noqa: E731
     with contextlib.ExitStack() as stack:
         shared = {name: stack.enter_context(mode_of(name, logs)) for name in dict.fromkeys("gpumux" if it.startswith("elastic") else it for it in modes)}
         engines = dict[str, Worker]()
         for name in modes:
             mode = shared.get(name) or shared["gpumux"]
             flags = ["--granule", str(GRANULES[name])] if name in GRANULES else []
-            elastic = name.startswith("elastic")
-            engines[name] = engine(mode, name, options, *flags, elastic=elastic, kv_cache_memory_bytes=options.cache, **NO_PREFIXES)
+            # With a size for its cache, vLLM does not measure what is free.
+            engines[name] = engine(mode, name, options, *flags, elastic=name.startswith("elastic"), kv_cache_memory_bytes=options.cache, **NO_PREFIXES)
             stack.callback(engines[name].close)
-            # vLLM measures what is free while it starts.
-            ready(engines[name], options)
-            check(name, engines[name])
-        seen: dict[tuple[str, str], list[dict[str, float]]] = {(case, name): [] for case in cases for name in modes}
+        for name, worker in engines.items():
+            ready(worker, options)
+            check(name, worker)
         for worker in engines.values():
             burst(worker, options)
             if options.graphs:
                 worker.send(greedy=[[16, 1]])
                 check_graphs(worker, worker.reply(PATIENCE_S), options)
-        begin = time.monotonic()
-        for number in range(options.bursts):
+        begin, before = time.monotonic(), len(whole())
+        for number in range(before, options.bursts):
             # A round takes about as long as those before it.
-            if not options.left.lasts((time.monotonic() - begin) / number * 1.25 + 10 if number else len(seen) * 8):
+            made = number - before
+            if not options.left.lasts((time.monotonic() - begin) / made * 1.25 + 10 if made else len(cases) * len(modes) * 8):
                 break
-            turns = [(case, modes[(number + nth) % len(modes)]) for case in cases for nth in range(len(modes))]
-            try:
-                one = {(case, name): burst(engines[name], options, RATES[case], number) for case, name in turns}
-            except BenchError as error:
-                if not number:
-                    raise
-                common.say(f"error: round {number} does not count: {error}")
+            one: rounds.Round = {"case": " ".join(cases), "round": number, "noise": rounds.noise(), "failed": {}, "cells": {}}
+            for case in cases:
+                for nth in range(len(modes)):
+                    name = modes[(number + nth) % len(modes)]
+                    try:
+                        one["cells"][f"{case} {name}"] = burst(engines[name], options, RATES[case], number)
+                    except BenchError as error:
+                        one["failed"][f"{case} {name}"] = str(error)
+            record.add(one)
+            if one["failed"]:
+                common.say(f"error: round {number} does not count: {one['failed']}")
                 break
-            for key, found in one.items():
-                seen[key].append(found)
+        if not whole():
+            raise BenchError("no round is whole, or the budget is spent before the first one")
         states = dict[str, dict[str, Any]]()
         for name in modes:
             # One that has ended says no more.
             with contextlib.suppress(BenchError):
                 engines[name].send(greedy=[[16, 1]])
                 states[name] = engines[name].reply(PATIENCE_S)
-        for (case, name), found in seen.items():
-            if not found:
-                raise BenchError("the budget is spent before the first round")
+    noisy = max(it["noise"] for it in whole())
+    results.data["host"] = f"{len(whole())} rounds; host noise at most {noisy:.2f}."
+    for case in cases:
+        seen = {name: [it["cells"][f"{case} {name}"] for it in whole()] for name in modes}
+        for name, found in seen.items():
             values, around = dict[str, float](), dict[str, list[float]]()
-            for key, mean in means(found, seen.get((case, "stock"), found)).items():
+            for key, mean in means(found, seen.get("stock", found)).items():
                 values[key] = mean([1] * len(found))
                 if len(found) >= rounds.LEAST:
                     around[key] = rounds.interval(mean, len(found))
@@ -474,7 +483,7 @@ def main() -> int:
     results = Results("engines", options.out, CASES + STARTS, LOADED)
     if at_once := [case for case in options.cases if case in RATES]:
         with cell(results, ", ".join(at_once), logs):
-            for case, name, values, around in loads(at_once, options.modes, logs, options):
+            for case, name, values, around in loads(at_once, options.modes, logs, options, results):
                 results.add(case, name, values, around)
     for case in options.cases:
         if case not in RATES:

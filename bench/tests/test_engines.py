@@ -41,6 +41,14 @@ def options(**others: object) -> argparse.Namespace:
 
 
 class Cells(unittest.TestCase):
+    def setUp(self) -> None:
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(mock.patch.object(engines.common, "device_and_driver", lambda: ("a GPU", "1")))
+
+    def loads(self, modes: list[str], **others: object) -> list[tuple[str, str, dict[str, float], dict[str, list[float]]]]:
+        results = common.Results("engines", self.folder, ["saturation"], modes)
+        return [*engines.loads(["saturation"], modes, self.folder, options(**others), results)]
+
     def test_saturation_counts_until_the_last_token_and_takes_turns(self) -> None:
         turns: list[str] = []
 
@@ -58,7 +66,7 @@ class Cells(unittest.TestCase):
         fake = mock.patch.object(engines, "engine", lambda _mode, name, *_flags, **_more: made[name])
         modes = mock.patch.object(engines, "mode_of", lambda name, _logs: contextlib.nullcontext(name))
         with fake, modes, mock.patch.object(engines, "check"):
-            found = {name: (values, around) for _case, name, values, around in engines.loads(["saturation"], [*made], Path("."), options(bursts=5))}
+            found = {name: (values, around) for _case, name, values, around in self.loads([*made], bursts=5)}
         values, around = found["stock"]
         self.assertEqual((values["tokens_per_s"], values["finished"], values["taken"], values["rounds"]), (128.0, 2, 3, 5))
         self.assertEqual(around["tokens_per_s"], [128.0, 128.0])
@@ -127,10 +135,13 @@ class Cells(unittest.TestCase):
         fake = mock.patch.object(engines, "engine", lambda _mode, name, *_flags, **_more: made[name])
         modes = mock.patch.object(engines, "mode_of", lambda name, _logs: contextlib.nullcontext(name))
         with fake, modes, mock.patch.object(engines, "check"), mock.patch.object(engines.common, "say") as said:
-            found = {name: values for _case, name, values, _around in engines.loads(["saturation"], [*made], Path("."), options(bursts=5))}
-        self.assertEqual([it["rounds"] for it in found.values()], [2, 2])
-        self.assertIn("round 2 does not count: it has ended", said.call_args.args[0])
-        self.assertEqual([it.orders[-1] for it in made.values()], ["close"] * 2)
+            found = {name: values for _case, name, values, _around in self.loads([*made], bursts=5)}
+            self.assertEqual([it["rounds"] for it in found.values()], [2, 2])
+            self.assertIn("round 2 does not count: {'saturation elastic': 'it has ended'}", said.call_args.args[0])
+            self.assertEqual([it.orders[-1] for it in made.values()], ["close"] * 2)
+            made = {"stock": Engine(4), "elastic": Engine(4)}
+            found = {name: values for _case, name, values, _around in self.loads([*made], bursts=5)}
+            self.assertEqual([it["rounds"] for it in found.values()], [5, 5], "a later call goes on")
 
     def test_variants_have_their_granules_and_their_layout(self) -> None:
         flags: dict[str, tuple[str, ...]] = {}
@@ -142,7 +153,7 @@ class Cells(unittest.TestCase):
             return worker
 
         with mock.patch.object(engines, "engine", fake), mock.patch.object(engines, "Gpumux", Mode), mock.patch.object(engines, "check"):
-            [*engines.loads(["saturation"], ["elastic-2", "elastic", "kvcached-layers"], Path("."), options(bursts=1, requests=1))]
+            self.loads(["elastic-2", "elastic", "kvcached-layers"], bursts=1, requests=1)
         self.assertEqual(flags["elastic-2"], ("gpumux", "--granule", "2", "True"))
         self.assertEqual((flags["elastic"], flags["kvcached-layers"]), (("gpumux", "True"), ("kvcached-layers", "False")))
         layout = {it: engines.mode_of(it, Path(".")).environment().get("KVCACHED_CONTIGUOUS_LAYOUT") for it in ("kvcached", "kvcached-layers")}
