@@ -67,14 +67,13 @@ fn batch_tenants_take_turns_at_launch() {
     }
 }
 
-/// Two programs that do the same work from the same moment on, in kernels of 50 ms: on a slow host the emulated device of a debug build is too slow for
-/// shorter ones.
+/// Two programs that do the same work from the same moment on, in kernels of 20 ms, which are longer than their timeslices.
 #[test]
 fn guarantees_divide_work_at_launch() {
     let node = node();
     let barrier = node.dir().join("barrier");
     let work = format!(
-        "gpumux workload batch --json --iterations 2000000 --seconds 4 --barrier 2:{}",
+        "gpumux workload batch --json --iterations 800000 --seconds 4 --barrier 2:{}",
         barrier.display()
     );
     let start = |options| Process::start(&mut node.tenant(options, &work));

@@ -5,7 +5,8 @@
 //! machine: the daemon reports what it knows, and writes the [`Permit`] of each group where the group's process reads it.
 //!
 //! A running kernel is not interrupted. A group whose time is over gets [`Permit::Hold`], and the next one follows when its
-//! kernels have ended. What it used beyond its timeslice is taken off its next ones, so that long kernels gain nothing.
+//! kernels have ended. What it used beyond its timeslice is taken off its next ones, so that long kernels gain nothing. For the
+//! same reason a program that waits for each of its kernels keeps its turn for a moment while all others owe.
 //!
 //! A latency group whose neighbours have a longer timeslice launches kernel by kernel ([`crate::Launches`]). Its turn ends in its first
 //! gap on the device. In a neighbour's turn it goes on launching: the driver's own timeslices run what it launches beside the
@@ -53,6 +54,12 @@ const MOST_OUTSTANDING: Micros = Micros(4_000);
 const AHEAD: u64 = 8;
 /// A group with a shorter timeslice gives way at once to one with a longer.
 const SHORT: Timeslice = Timeslice(500);
+/// Beyond a timeslice a group owes no more.
+const MOST_OWED: Micros = Micros::from_millis(100);
+/// A group with nothing to launch keeps its turn for this part of what others owe, as its reciprocal, ...
+const AWAITED: u64 = 4;
+/// ... and for so long at most: hosts launch anew 0.1 to 1 ms after they were waited for.
+const LONGEST_AWAITED: Micros = Micros::from_millis(1);
 /// How long the next group waits for kernels of the last. They may wait for one that is held: then both must run for a while.
 pub const PATIENCE: Micros = Micros::from_millis(50);
 
@@ -125,6 +132,10 @@ pub struct Runlist {
     last: Option<DomainId>,
     /// By how much groups exceeded their time, in µs.
     debts: BTreeMap<DomainId, u64>,
+    /// When groups last had something to do.
+    worked: BTreeMap<DomainId, Micros>,
+    /// When the last step was.
+    stepped: Micros,
 }
 
 impl Turn {
@@ -138,14 +149,17 @@ impl Runlist {
     /// What each of these may do now, in their order, and when to ask again although nothing happens. They are all groups of the
     /// device, by rising names.
     pub fn step(&mut self, now: Micros, members: &[Member]) -> (Vec<Permit>, Option<Micros>) {
-        let wants = |id: DomainId| members.iter().any(|it| it.id == id && it.wants());
-        self.debts.retain(|id, _| wants(*id));
+        self.pay(now, members);
+        for it in members.iter().filter(|it| it.running || it.wants()) {
+            self.worked.insert(it.id, now);
+        }
+        (self.worked).retain(|_, worked| now < *worked + LONGEST_AWAITED);
         let runs = |id: DomainId| members.iter().any(|it| it.id == id && it.running);
         self.endless.retain(|id| runs(*id));
         self.drain(now, members);
         self.leave(now, members);
         if self.draining.is_none() && self.current.is_none() {
-            self.current = self.choose(members).map(|it| Turn::new(it, now));
+            self.current = self.choose(now, members).map(|it| Turn::new(it, now));
         }
         let next = match (&self.draining, self.current) {
             (Some((_, until)), _) => Some(*until),
@@ -166,6 +180,28 @@ impl Runlist {
         Micros(of.timeslice.0).saturating_sub(Micros(debt))
     }
 
+    /// A group that leaves the device to others pays what its share of that time would be; one that has it alone owes none for that.
+    fn pay(&mut self, now: Micros, members: &[Member]) {
+        let passed = now.saturating_sub(self.stepped).0;
+        self.stepped = now;
+        let current = self.current.map(|turn| turn.id);
+        self.debts.retain(|id, debt| {
+            let Some(of) = members.iter().find(|it| it.id == *id) else {
+                return false;
+            };
+            let has = |it: &&Member| it.wants() || current == Some(it.id);
+            let others = members.iter().filter(|it| it.id != *id).filter(has);
+            let theirs: u128 = others.map(|it| u128::from(it.timeslice.0)).sum();
+            if of.wants() && theirs > 0 {
+                // It pays by its turns.
+                return true;
+            }
+            let own = u128::from(of.timeslice.0.max(1));
+            *debt = debt.saturating_sub((u128::from(passed) * own / (own + theirs)) as u64);
+            *debt > 0
+        });
+    }
+
     /// The kernels of those before have ended, or take too long.
     fn drain(&mut self, now: Micros, members: &[Member]) {
         let Some((of, until)) = &self.draining else {
@@ -179,12 +215,14 @@ impl Runlist {
             .filter(|it| it.running && of.contains(&it.id));
         self.endless.extend(running.map(|it| it.id));
         self.draining = None;
-        // What it used until now is its.
+        // What it used until now is its, where no other launches in its time.
         if let Some(turn) = self.current.take()
             && let Some(member) = (members.iter()).find(|it| it.id == turn.id && !it.gives_way())
+            && !(members.iter()).any(|it| it.wants() && it.leaves_gaps_to(member))
         {
             let debt = self.debts.entry(turn.id).or_default();
-            *debt = (now.saturating_sub(turn.since).0 + *debt).saturating_sub(member.timeslice.0);
+            let used = now.saturating_sub(turn.since).0 + *debt;
+            *debt = (used.saturating_sub(member.timeslice.0)).min(member.timeslice.0 + MOST_OWED.0);
         }
     }
 
@@ -201,12 +239,21 @@ impl Runlist {
             }
             return;
         };
+        let mut others = members.iter().filter(|it| it.id != id && it.wants());
         let current = members.iter().find(|it| it.id == id);
-        let Some(current) = current.filter(|it| it.wants() || it.running) else {
+        let stays = |it: &&Member| it.running || it.wants() || self.is_awaited(now, it, members);
+        let Some(current) = current.filter(stays) else {
             (self.current, self.draining) = (None, None);
             return;
         };
-        let mut others = members.iter().filter(|it| it.id != id && it.wants());
+        let alike = |it: &Member| it.gives_way() == current.gives_way();
+        // No other waits for its end.
+        if self.draining.is_none()
+            && !others.clone().any(alike)
+            && let Some(turn) = &mut self.current
+        {
+            turn.since = now;
+        }
         // One with a longer timeslice does not wait for kernels that run.
         if let Some(other) = others
             .clone()
@@ -222,25 +269,49 @@ impl Runlist {
         let frozen = current.run == RunState::Frozen;
         let over = since + self.length(current) <= now;
         // Those that give way to it would not run.
-        let follows = |it: &Member| frozen || over && it.gives_way() == current.gives_way();
+        let follows = |it: &Member| frozen || over && alike(it);
         if self.draining.is_none() && others.any(follows) {
             self.draining = Some((vec![id], now + PATIENCE));
         }
     }
 
+    /// How many whole timeslices a group owes.
+    fn owes(&self, of: &Member) -> u64 {
+        let debt = self.debts.get(&of.id).copied().unwrap_or(0);
+        debt / of.timeslice.0.max(1)
+    }
+
+    /// Whether a group that has nothing to launch is waited for a moment, since all that want the device owe more.
+    fn is_awaited(&self, now: Micros, of: &Member, members: &[Member]) -> bool {
+        let own = self.owes(of);
+        let more = |it: &Member| match self.owes(it) > own {
+            true => self.debts[&it.id],
+            false => 0,
+        };
+        let others = members
+            .iter()
+            .filter(|it| it.id != of.id && it.wants() && it.gives_way() == of.gives_way());
+        let owed = others.map(more).min().unwrap_or(0);
+        let awaited = Micros(owed / AWAITED).min(LONGEST_AWAITED);
+        let worked = self.worked.get(&of.id);
+        of.run == RunState::Enabled && worked.is_some_and(|it| now < *it + awaited)
+    }
+
     /// The next one: in turn, the ones before that others must give way to. One that owes a whole timeslice is left out once for it.
-    fn choose<'a>(&mut self, members: &'a [Member]) -> Option<&'a Member> {
-        let wanting = members.iter().filter(|it| it.wants());
+    fn choose<'a>(&mut self, now: Micros, members: &'a [Member]) -> Option<&'a Member> {
+        let wants = |it: &&Member| it.wants() || self.is_awaited(now, it, members);
+        let wanting = members.iter().filter(wants);
         let gives_way = wanting.clone().map(Member::gives_way).min()?;
         let mut wanting: Vec<&'a Member> =
             wanting.filter(|it| it.gives_way() == gives_way).collect();
         let after = |it: &&&Member| self.last.is_some_and(|last| it.id <= last);
         let before = wanting.iter().filter(after).count();
         wanting.rotate_left(before);
-        if wanting.len() == 1 {
-            self.debts.clear();
+        if let [only] = wanting[..] {
+            self.last = Some(only.id);
+            return Some(only);
         }
-        // None owes more than a few times `PATIENCE`, and each round pays something.
+        // Each round pays something.
         let found = wanting
             .iter()
             .cycle()

@@ -137,6 +137,8 @@ fn frozen_group_drains_before_the_next_runs() {
 struct World {
     /// Per group: its name, timeslice and a kernel's length.
     groups: Vec<(u64, u64, u64)>,
+    /// Per group: how long its host does something else after each kernel; none: it launches ahead.
+    gaps: Vec<Option<u64>>,
     runlist: Runlist,
     now: u64,
     /// Until when kernels of a group are on the device.
@@ -152,6 +154,7 @@ impl World {
             .collect();
         let zeros = vec![0; groups.len()];
         Self {
+            gaps: vec![None; groups.len()],
             groups,
             runlist: Runlist::default(),
             now: 0,
@@ -160,14 +163,32 @@ impl World {
         }
     }
 
+    fn member(&self, at: usize) -> Member {
+        let (id, slice, _) = self.groups[at];
+        let waits = |gap| self.until[at] + gap <= self.now;
+        Member {
+            running: self.until[at] > self.now,
+            waits: self.gaps[at].is_none_or(waits),
+            ..member(id, slice)
+        }
+    }
+
+    /// Steps for so many µs: what each was served meanwhile.
+    fn serve(&mut self, us: u64) -> Vec<u64> {
+        let (before, end) = (self.served.clone(), self.now + us);
+        while self.now < end {
+            self.step();
+        }
+        self.served
+            .iter()
+            .zip(before)
+            .map(|(now, before)| now - before)
+            .collect()
+    }
+
     /// One step of 50 µs, in which every group launches what it may. Returns the permits.
     fn step(&mut self) -> Vec<Permit> {
-        let members = self.groups.iter().zip(&self.until);
-        let members = members.map(|((id, slice, _), until)| Member {
-            running: *until > self.now,
-            ..member(*id, *slice)
-        });
-        let members: Vec<_> = members.collect();
+        let members: Vec<_> = (0..self.groups.len()).map(|at| self.member(at)).collect();
         let (permits, _) = self.runlist.step(Micros(self.now), &members);
         let mut free_at = self.until.iter().copied().max().unwrap_or(0).max(self.now);
         for (at, permit) in permits.iter().enumerate() {
@@ -177,15 +198,61 @@ impl World {
                 HOLD => 0,
             };
             let kernel = self.groups[at].2;
-            while *permit != HOLD && free_at - self.now < budget {
+            while *permit != HOLD && members[at].waits && free_at - self.now < budget {
                 free_at += kernel;
                 self.until[at] = free_at;
                 self.served[at] += kernel;
+                if self.gaps[at].is_some() {
+                    break;
+                }
             }
         }
         self.now += 50;
         permits
     }
+}
+
+/// It was alone for long, and owes nothing for that.
+#[test]
+fn group_that_was_alone_goes_on_beside_one_that_comes() {
+    let mut world = World::new(vec![(5_000, 500), (5_000, 500)]);
+    world.gaps[1] = Some(u64::MAX / 2);
+    world.serve(10_000_000);
+    world.gaps[1] = None;
+    let served = world.serve(1_000_000);
+    assert!(served[0].abs_diff(served[1]) < 50_000, "{served:?}");
+}
+
+/// A kernel that is longer than its timeslice, launched in another's gap, is paid for in the next gaps. The second is due a ninth; a gap in a timeslice
+/// ends it, as on the hardware, where none owes.
+#[test]
+fn groups_that_wait_for_each_kernel_share_by_timeslices() {
+    for (kernels, gap) in [
+        ([20_000, 20_000], 300),
+        ([1_000, 20_000], 100),
+        ([20_000, 1_000], 100),
+        ([3_000, 50_000], 700),
+    ] {
+        let mut world = World::new(vec![(16_000, kernels[0]), (2_000, kernels[1])]);
+        world.gaps = vec![Some(gap); 2];
+        let served = world.serve(10_000_000);
+        let part = served[1] as f64 / (served[0] + served[1]) as f64;
+        assert!((0.05..0.15).contains(&part), "{part} of {kernels:?}");
+        let idle = 1.0 - (served[0] + served[1]) as f64 / 10_000_000.0;
+        assert!(idle < 0.2, "{idle} idle with {kernels:?}");
+    }
+}
+
+/// Time in which a group wants nothing pays what its share would.
+#[test]
+fn debt_is_paid_by_time() {
+    let mut world = World::new(vec![(5_000, 500), (5_000, 45_000)]);
+    world.serve(1_000_000);
+    world.gaps[1] = Some(u64::MAX / 2);
+    world.serve(200_000);
+    world.gaps[1] = None;
+    let served = world.serve(50_000);
+    assert!(served[1] > 0, "{served:?}");
 }
 
 /// A latency program that launches kernel by kernel and then waits, beside one that always has kernels to launch. The driver time-slices their

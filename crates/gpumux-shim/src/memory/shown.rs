@@ -4,6 +4,7 @@ use std::{
     collections::BTreeMap,
     ffi::{c_int, c_void},
     sync::Mutex,
+    time::Instant,
 };
 
 use gpumux_wire::{MEMORY_LIMIT_VARIABLE, Shim};
@@ -33,6 +34,14 @@ fn view(device: c_int) -> Option<(u64, u64)> {
 
 /// The same of a device of this UUID and size.
 fn view_of(uuid: &str, total: u64) -> Option<(u64, u64)> {
+    let (now, session) = (Instant::now(), lease::session());
+    let seen = with(|space| {
+        let (id, known) = space.devices.iter().find(|(_, it)| it.uuid == uuid)?;
+        Some((known.seen(now, session)?, space.unused(*id)))
+    });
+    if let Some(((free, all), unused)) = seen {
+        return Some((free.saturating_add(unused).min(all), all));
+    }
     let question = |ticket| Shim::View {
         ticket,
         device: uuid.to_owned(),
@@ -45,10 +54,9 @@ fn view_of(uuid: &str, total: u64) -> Option<(u64, u64)> {
     }
     let unused = with(|space| {
         let (id, known) = space.devices.iter_mut().find(|(_, it)| it.uuid == uuid)?;
-        known.shown = all;
-        let spares = space.spares.iter().filter_map(|at| space.blocks.get(at));
-        let spare = spares.filter(|it| it.device == *id).map(|it| it.bytes);
-        Some(known.movable.unused() + known.pinned.unused() + spare.sum::<u64>())
+        let id = *id;
+        known.see(now, session, (free, all));
+        Some(space.unused(id))
     });
     Some((free.saturating_add(unused.unwrap_or(0)).min(all), all))
 }
@@ -266,4 +274,32 @@ pub(crate) unsafe fn pointer_attributes(
         }
     }
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use crate::memory::space::Space;
+
+    use super::*;
+
+    #[test]
+    fn answer_serves_until_it_is_old_or_the_process_has_other_memory() {
+        let mut space = Space::default();
+        space.know_for_tests(0);
+        let at = Instant::now();
+        let seen = |space: &Space, after: u64, session| {
+            space.devices[&0].seen(at + Duration::from_micros(after), session)
+        };
+        assert_eq!(seen(&space, 0, 1), None, "none was asked for");
+        let known = space.devices.get_mut(&0).unwrap();
+        known.see(at, 1, (7, 9));
+        assert_eq!(known.shown, 9);
+        assert_eq!(seen(&space, 999, 1), Some((7, 9)));
+        assert_eq!(seen(&space, 1_000, 1), None);
+        assert_eq!(seen(&space, 0, 2), None, "of another daemon");
+        space.grant_for_tests(0, 1);
+        assert_eq!(seen(&space, 0, 1), None);
+    }
 }

@@ -12,7 +12,7 @@ use std::{
         Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use gpumux_wire::{
@@ -57,11 +57,13 @@ functions! {
 }
 
 /// One device, and the lease on it.
+#[derive(Default)]
 pub(crate) struct Device {
     pub(crate) uuid: String,
     pub(crate) total: u64,
     /// The capacity that the program was shown; 0: none.
     pub(crate) shown: u64,
+    seen: Option<Seen>,
     pub(crate) movable: Lease,
     pub(crate) pinned: Lease,
     /// Part of the movable that is on the host.
@@ -70,6 +72,21 @@ pub(crate) struct Device {
     pub(crate) native: bool,
     /// How often the daemon received what the process has of it.
     told: u64,
+}
+
+/// How long the daemon's answer about a device serves: some programs ask before each allocation, thousands of times a second.
+const FRESH: Duration = Duration::from_millis(1);
+
+/// What the daemon answered last about a device.
+#[derive(Clone, Copy)]
+struct Seen {
+    at: Instant,
+    session: u32,
+    /// What the process had of it then.
+    holds: (u64, u64, u64),
+    /// Bytes that are free, without what the process has and does not use; and in all.
+    free: u64,
+    all: u64,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -214,12 +231,8 @@ pub(crate) fn known_device(device: c_int) -> Option<c_int> {
         space.devices.entry(device).or_insert_with(|| Device {
             uuid,
             total,
-            shown: 0,
-            movable: Lease::default(),
-            pinned: Lease::default(),
-            away: 0,
             native: stays_native() || STAYS.load(Ordering::Acquire),
-            told: 0,
+            ..Device::default()
         });
     });
     KNOWN.fetch_or(bit, Ordering::AcqRel);
@@ -247,6 +260,32 @@ pub(crate) fn tell_with<I: IntoIterator<Item = Shim>>(work: impl FnOnce(&mut Spa
 }
 
 impl Device {
+    const fn has(&self) -> (u64, u64, u64) {
+        (self.movable.granted, self.pinned.granted, self.away)
+    }
+
+    /// The daemon of this session answered so: free and in all.
+    pub(crate) const fn see(&mut self, at: Instant, session: u32, (free, all): (u64, u64)) {
+        let holds = self.has();
+        (self.shown, self.seen) = (
+            all,
+            Some(Seen {
+                at,
+                session,
+                holds,
+                free,
+                all,
+            }),
+        );
+    }
+
+    /// That answer, if it serves: it is new, and what the process has of the device is as it was.
+    pub(crate) fn seen(&self, now: Instant, session: u32) -> Option<(u64, u64)> {
+        let it = self.seen?;
+        let serves = now < it.at + FRESH && it.session == session && it.holds == self.has();
+        serves.then_some((it.free, it.all))
+    }
+
     fn lease(&mut self, pinned: bool) -> &mut Lease {
         match pinned {
             true => &mut self.pinned,
@@ -519,6 +558,14 @@ impl Space {
         found
     }
 
+    /// Bytes of a device that the process has and does not use.
+    pub(crate) fn unused(&self, device: c_int) -> u64 {
+        let spares = self.spares.iter().filter_map(|at| self.blocks.get(at));
+        let spare = spares.filter(|it| it.device == device).map(|it| it.bytes);
+        let of = |it: &Device| it.movable.unused() + it.pinned.unused();
+        self.devices.get(&device).map_or(0, of) + spare.sum::<u64>()
+    }
+
     pub(crate) fn holds(&mut self) -> Vec<Shim> {
         self.devices.values_mut().map(Device::holds).collect()
     }
@@ -682,14 +729,8 @@ impl Space {
     /// A device of 100 GiB.
     pub(crate) fn know_for_tests(&mut self, device: c_int) {
         let known = Device {
-            uuid: String::new(),
             total: 100 << 30,
-            shown: 0,
-            movable: Lease::default(),
-            pinned: Lease::default(),
-            away: 0,
-            native: false,
-            told: 0,
+            ..Device::default()
         };
         self.devices.insert(device, known);
     }
