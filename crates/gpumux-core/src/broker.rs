@@ -775,10 +775,10 @@ impl Broker {
         }
     }
 
-    /// Bytes of a device that tenants can be guaranteed together now, and what each of them is guaranteed or has pinned; none of
-    /// a device that is not known.
-    pub fn booked(&self, device: &str) -> Option<(u64, BTreeMap<TenantId, u64>)> {
-        self.accounting.booked(device)
+    /// Bytes of a device that tenants can be guaranteed together now, one that asks among them, and what each of them is guaranteed or
+    /// has pinned; none of a device that is not known.
+    pub fn booked(&self, device: &str, asking: TenantId) -> Option<(u64, BTreeMap<TenantId, u64>)> {
+        self.accounting.booked(device, asking)
     }
 
     /// The devices that are known.

@@ -179,9 +179,13 @@ impl Accounting {
         context(self.capacity(uuid))
     }
 
-    /// Bytes of a device that tenants can be guaranteed together now, and what each of them is guaranteed or has pinned; none of
-    /// a device that is not known.
-    pub(super) fn booked(&self, uuid: &str) -> Option<(u64, BTreeMap<TenantId, u64>)> {
+    /// Bytes of a device that tenants can be guaranteed together now, one that asks among them, and what each of them is guaranteed or
+    /// has pinned; none of a device that is not known.
+    pub(super) fn booked(
+        &self,
+        uuid: &str,
+        asking: TenantId,
+    ) -> Option<(u64, BTreeMap<TenantId, u64>)> {
         let device = self.devices.get(uuid)?;
         let shares = self
             .shares
@@ -196,8 +200,9 @@ impl Accounting {
         // One that is guaranteed memory comes with a context, too.
         let whose = |process| self.members.get(process).map(|it| it.tenant);
         let here: BTreeSet<TenantId> = device.contexts.keys().filter_map(whose).collect();
-        let guaranteed = booked.iter().filter(|(_, bytes)| **bytes > 0);
-        let coming = guaranteed.filter(|(id, _)| !here.contains(id)).count() as u64;
+        let guaranteed = (booked.iter()).filter_map(|(id, bytes)| (*bytes > 0).then_some(*id));
+        let coming: BTreeSet<TenantId> = guaranteed.chain([asking]).collect();
+        let coming = coming.difference(&here).count() as u64;
         let contexts = context(device.capacity).saturating_mul(coming);
         Some((device.ledger.usable().saturating_sub(contexts), booked))
     }

@@ -126,7 +126,10 @@ pub(crate) fn guarantee_is_kept_while_a_borrower_has_not_returned() {
     known_after.terms(2, Class::Batch, 50 * GIB);
     for mut world in [known_before, known_after] {
         comes_back(&mut world, 2, 0);
-        let (_, booked) = world.broker.booked(DEVICE).expect("the device");
+        let (_, booked) = world
+            .broker
+            .booked(DEVICE, TenantId(9))
+            .expect("the device");
         assert_eq!(booked[&TenantId(2)], 50 * GIB);
         let guaranteed = |world: &World| {
             let line = world.broker.lines().remove(0);
@@ -252,12 +255,27 @@ fn device_that_is_gone_is_accounted_for_while_it_is_used() {
 fn guarantee_of_a_tenant_that_has_not_come_is_booked_with_its_context() {
     let mut world = World::new(CAPACITY);
     look(&mut world);
-    let usable = |world: &World| world.broker.booked(DEVICE).expect("the device").0;
+    let to = |world: &World, asking| {
+        let booked = world.broker.booked(DEVICE, TenantId(asking));
+        booked.expect("the device").0
+    };
+    let usable = |world: &World| to(world, 9);
     let all = usable(&world);
+    let line = world.broker.lines().remove(0);
+    assert_eq!(
+        all,
+        line.free - CONTEXT,
+        "the one that asks has a context, too"
+    );
     world.terms(1, Class::Batch, 0);
     assert_eq!(usable(&world), all, "nothing is guaranteed to it");
     for id in 2..5 {
         world.terms(id, Class::Batch, GIB);
         assert_eq!(usable(&world), all - (id - 1) * CONTEXT, "{id}");
+        assert_eq!(
+            to(&world, id),
+            all - (id - 2) * CONTEXT,
+            "it is booked once"
+        );
     }
 }

@@ -62,7 +62,7 @@ impl Admission {
         let request = request(state, tenant, owner, spec);
         let unlimited = UserPolicy::unlimited();
         let policy = owner.map_or(&unlimited, |owner| &owner.policy);
-        let rooms = self.rooms(state, broker, request.user, devices);
+        let rooms = self.rooms(state, broker, (tenant, request.user), devices);
         admission::admit(&request, policy, &self.reserve, &rooms)
     }
 
@@ -70,7 +70,12 @@ impl Admission {
     pub(super) fn most(&self, state: &State, broker: &Broker, tenant: TenantId) -> Option<Most> {
         let (spec, owner) = (state.tenants.get(&tenant)?, state.owners.get(&tenant)?);
         let request = request(state, tenant, Some(owner), spec);
-        let rooms = self.rooms(state, broker, request.user, state.confined.get(&tenant));
+        let rooms = self.rooms(
+            state,
+            broker,
+            (tenant, request.user),
+            state.confined.get(&tenant),
+        );
         Some(admission::most(
             &request,
             &owner.policy,
@@ -84,7 +89,7 @@ impl Admission {
         &self,
         state: &State,
         broker: &Broker,
-        user: UserId,
+        asking: (TenantId, UserId),
         devices: Option<&BTreeSet<String>>,
     ) -> Vec<Room> {
         let known: BTreeSet<&String> = (state.devices.keys()).chain(broker.uuids()).collect();
@@ -96,16 +101,22 @@ impl Admission {
         };
         let mut rooms: Vec<Room> = uuids
             .iter()
-            .map(|uuid| self.room(state, broker, user, Some(uuid)))
+            .map(|uuid| self.room(state, broker, asking, Some(uuid)))
             .collect();
         if known.is_empty() && devices.is_none() {
-            rooms.push(self.room(state, broker, user, None));
+            rooms.push(self.room(state, broker, asking, None));
         }
         rooms
     }
 
-    fn room(&self, state: &State, broker: &Broker, user: UserId, uuid: Option<&String>) -> Room {
-        let memory = uuid.and_then(|uuid| broker.booked(uuid));
+    fn room(
+        &self,
+        state: &State,
+        broker: &Broker,
+        (asking, user): (TenantId, UserId),
+        uuid: Option<&String>,
+    ) -> Room {
+        let memory = uuid.and_then(|uuid| broker.booked(uuid, asking));
         let (memory, booked) = match memory {
             Some((memory, booked)) => (Some(memory), booked),
             None => Default::default(),
@@ -184,7 +195,7 @@ impl Admission {
             spec,
             before: None,
         };
-        let rooms = self.rooms(state, broker, request.user, Some(&device));
+        let rooms = self.rooms(state, broker, (tenant, request.user), Some(&device));
         let reserve = admission::Reserve::none();
         admission::admit(&request, &UserPolicy::unlimited(), &reserve, &rooms)
     }

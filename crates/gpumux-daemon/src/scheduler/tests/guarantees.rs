@@ -148,6 +148,13 @@ fn confined_tenants_are_guaranteed_per_device() {
         memory_guaranteed: all - context,
         ..TenantSpec::default()
     };
+    // It has a context itself.
+    let more = TenantSpec {
+        memory_guaranteed: all - context + 1,
+        ..TenantSpec::default()
+    };
+    let error = bench.spec(2, more).unwrap_err().to_string();
+    assert!(error.contains("can be guaranteed"), "{error}");
     bench.spec(2, whole).unwrap();
     let mut group = bench.group(2, 2, 1);
     group.device = "GPU-1".into();
