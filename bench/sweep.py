@@ -1,7 +1,7 @@
 """How long a neighbour's timeslice may be: latency programs of every shape (shapes.py) beside PyTorch training, in rounds (rounds.py).
 
-Modes: `alone`, `time-slicing`, `gpumux` (its own choice), `no-hints` (the same without hints), and fixed timeslices of the neighbour, `1us` to `2ms`. A fixed one is
-what `--latency-objective` gives, at ten times its length; it is set between the cells, so that all have the same processes.
+Modes: `alone`, `time-slicing`, `gpumux` (its own choice), `no-hints` (the same without hints), and fixed timeslices of the neighbour, `1us` to `2ms`; where asked for
+also `mps`, `mps-priority` and `group` (peers.py). A fixed one is what `--latency-objective` gives, at ten times its length; it is set between the cells, so that all have the same processes.
 
 Values: `latency_*` of the program's requests, also relative to alone; `batch_rate` of training, steps per second; `latency_rate`, requests per second. In case
 `changing` also by kind.
@@ -21,7 +21,8 @@ from common import Crew, Results
 
 CASES = ["graph", "eager", "short", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing"]
 TIMESLICES_US = {"1us": 1, "50us": 50, "100us": 100, "200us": 200, "500us": 500, "1ms": 1000, "2ms": 2000}
-MODES = ["alone", "time-slicing", "gpumux", "no-hints", *TIMESLICES_US]
+OTHERS = ["mps", "mps-priority", "group"]  # of peers.py, where asked for
+MODES = ["alone", "time-slicing", *OTHERS, "gpumux", "no-hints", *TIMESLICES_US]
 # A request waits for a tenth of its objective at most.
 OBJECTIVE = 10
 SETTINGS = peers.SETTINGS | {name: ("auto", f"{us * OBJECTIVE / 1e3:g}ms") for name, us in TIMESLICES_US.items()}
@@ -47,14 +48,14 @@ def main() -> int:
     )
     rounds.arguments(parser, seconds=3.6)
     parser.add_argument("--batch", type=int, default=32, help="images in a training step [%(default)s]")
-    common.selections(parser, CASES, MODES)
+    common.selections(parser, CASES, MODES, OTHERS, modes=[it for it in MODES if it not in OTHERS])
     options = parser.parse_args()
     logs = common.begin(options)
     seconds, most, least = rounds.quick(options)
     training = (["train", "--model", "resnet152", "--batch", str(options.batch)], "batch")
     programs: peers.Programs = {"program": (["shapes"], "latency"), "training": training}
     results = Results("sweep", options.out, CASES, MODES)
-    stages = {name: "time-slicing" if name in ("alone", "time-slicing") else "gpumux" for name in MODES if name in options.modes}
+    stages = peers.stages(MODES, options.modes) | {name: "gpumux" for name in TIMESLICES_US if name in options.modes}
     cell = functools.partial(measure, seconds=seconds)
     return peers.compare(results, options.cases, stages, lambda *_: programs, cell, logs, options.budget, most, least, settings=SETTINGS)
 

@@ -195,13 +195,15 @@ impl Launches {
     }
 
     /// Launch-bound requests. While the host submits, the device follows: the wait at the end costs a part of a timeslice. The more of a request the host waits,
-    /// the more of it a timeslice delays.
+    /// the more of it a timeslice delays, but by no more than itself: a request that keeps the device busy gives neighbours their floor so. Freezes for it would
+    /// delay few requests by much more (H200, forty kernels of 0.2 ms a request, `bench/sweep.py`: p99 1.45 instead of 1.16 times alone, the mean 1.06 in both).
     fn judge(&mut self, now: Micros, found: Progress, slowdown: f64) -> bool {
         let requests = found.waits as f64;
         let length = found.busy.0 as f64 / requests;
         let others = self.tolerated.map_or(0, |(it, _)| it.0) + SWITCHES;
         let waits = (f64::from(found.waited_us) / requests - others as f64).max(0.0);
-        let allowed = LOSES * slowdown * (length - 2.0 * waits);
+        let launching = LOSES * slowdown * (length - 2.0 * waits);
+        let allowed = launching.max((1.0 + MARGIN) * slowdown * length);
         self.length.record(length);
         (self.allowed).record(allowed.clamp(0.0, 2.0 * TIMESLICES.1.0 as f64));
         let allowed = self.allowed.mean;
@@ -374,23 +376,29 @@ mod tests {
         assert_eq!(program.run(10_000, (4, 12_000, 11_900)), 0);
     }
 
-    /// However many pieces it launches: the neighbour's timeslice would delay each of its requests.
+    /// However many pieces it launches, a neighbour's timeslice delays each of its requests by all of it.
     #[test]
-    fn program_that_waits_for_the_device_never_gets_one() {
-        for waited in [3_500, 5_000, 7_900] {
-            let mut program = Program::default();
-            assert_eq!(program.run(10_000, (64, 8_000, waited)), 0, "{waited} µs");
+    fn program_that_waits_for_the_device_leaves_neighbours_their_floor() {
+        for (us, timeslice) in [(7_900, None), (8_000, Some(500)), (40_000, Some(2_000))] {
+            for part in [0.45, 0.7, 0.99] {
+                let mut program = Program::default();
+                let changes = program.run(10_000, (64, us, (us as f64 * part) as u32));
+                assert_eq!(program.tolerated(), timeslice, "{us} µs, {part} of it");
+                assert!(changes <= 1, "{changes}");
+            }
         }
     }
 
     #[test]
-    fn program_that_begins_to_wait_for_the_device_ends_it() {
+    fn program_that_begins_to_wait_for_the_device_has_a_shorter_one() {
         let mut program = Program::default();
         program.run(1_000, EAGER);
         let requests = (1..100).find(|_| program.run(1, (480, 11_400, 8_000)) > 0);
-        assert!(requests.is_some_and(|it| it <= 8), "{requests:?}");
+        assert!(requests.is_some_and(|it| it <= 30), "{requests:?}");
         program.run(20, (480, 11_400, 8_000));
-        assert_eq!(program.tolerated(), None);
+        assert_eq!(program.tolerated(), Some(500));
+        program.run(20, (480, 5_000, 4_000));
+        assert_eq!(program.tolerated(), None, "a short request");
     }
 
     #[test]
@@ -482,8 +490,8 @@ mod tests {
         let mut times = 0;
         while program.now < Micros::from_secs(300) {
             let tolerated = program.tolerated().is_some();
-            let waited = if tolerated { 9_000 } else { 200 };
-            program.run(1, (480, 11_400, waited));
+            let waited = if tolerated { 4_000 } else { 200 };
+            program.run(1, (480, 5_000, waited));
             times += u32::from(!tolerated && program.tolerated().is_some());
         }
         assert!((3..12).contains(&times), "{times}");
@@ -501,9 +509,10 @@ mod tests {
 
     /// It waits in callbacks, or for a part of its work.
     #[test]
-    fn pipeline_that_waits_for_the_device_never_gets_one() {
+    fn pipeline_that_waits_for_the_device_has_a_shorter_one() {
         let mut program = Program::default();
-        assert_eq!(program.stream(10_000, 58, 600), 0);
+        assert_eq!(program.stream(10_000, 58, 600), 1);
+        assert_eq!(program.tolerated(), Some(1_000));
     }
 
     #[test]
