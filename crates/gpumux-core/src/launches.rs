@@ -185,12 +185,13 @@ impl Launches {
         self.stream = Some((since, found));
         if since + STREAM.0 <= now {
             self.stream = Some((now, Progress::default()));
-            self.open = Progress {
+            // How long its host waited is in there already.
+            self.open = self.open.plus(Progress {
                 waits: STREAM.1,
                 pieces: found.submitted,
                 busy: now.saturating_sub(since),
-                ..found
-            };
+                ..Progress::default()
+            });
         }
     }
 
@@ -513,6 +514,14 @@ mod tests {
         let mut program = Program::default();
         assert_eq!(program.stream(10_000, 58, 600), 1);
         assert_eq!(program.tolerated(), Some(1_000));
+    }
+
+    #[test]
+    fn pipeline_that_becomes_one_of_large_kernels_ends_it() {
+        let mut program = Program::default();
+        program.stream(1_000, 58, 0);
+        program.stream(200, 1, 0);
+        assert_eq!(program.tolerated(), None);
     }
 
     #[test]

@@ -54,7 +54,7 @@ const MOST_OUTSTANDING: Micros = Micros(4_000);
 const AHEAD: u64 = 8;
 /// A group with a shorter timeslice gives way at once to one with a longer.
 const SHORT: Timeslice = Timeslice(500);
-/// Beyond a timeslice a group owes no more.
+/// Beyond a timeslice a group owes no more, nor for its kernels that ran while it was frozen.
 const MOST_OWED: Micros = Micros::from_millis(100);
 /// A group with nothing to launch keeps its turn for this part of what others owe, as its reciprocal, ...
 const AWAITED: u64 = 4;
@@ -93,6 +93,8 @@ pub struct Member {
     pub latency: bool,
     /// How many pieces of its work had been launched when none was left on the device, as is known so far.
     pub done: u64,
+    /// How many pieces it has launched.
+    pub launched: u64,
 }
 
 impl Member {
@@ -126,8 +128,12 @@ pub struct Runlist {
     current: Option<Turn>,
     /// Groups whose kernels the next one waits for, and until when at most.
     draining: Option<(Vec<DomainId>, Micros)>,
-    /// Groups whose kernels were waited for in vain, until they end.
-    endless: BTreeSet<DomainId>,
+    /// Groups whose kernels were waited for in vain, until they end; and what they had launched then.
+    endless: BTreeMap<DomainId, u64>,
+    /// For how long groups were frozen while their kernels ran, in µs.
+    overran: BTreeMap<DomainId, u64>,
+    /// Groups that launched much ahead of a freeze.
+    deep: BTreeSet<DomainId>,
     /// Whose time it was last.
     last: Option<DomainId>,
     /// By how much groups exceeded their time, in µs.
@@ -149,13 +155,14 @@ impl Runlist {
     /// What each of these may do now, in their order, and when to ask again although nothing happens. They are all groups of the
     /// device, by rising names.
     pub fn step(&mut self, now: Micros, members: &[Member]) -> (Vec<Permit>, Option<Micros>) {
-        self.pay(now, members);
+        let passed = now.saturating_sub(self.stepped).0;
+        self.stepped = now;
+        let members = &*self.taken_for(passed, members);
+        self.pay(passed, members);
         for it in members.iter().filter(|it| it.running || it.wants()) {
             self.worked.insert(it.id, now);
         }
         (self.worked).retain(|_, worked| now < *worked + LONGEST_AWAITED);
-        let runs = |id: DomainId| members.iter().any(|it| it.id == id && it.running);
-        self.endless.retain(|id| runs(*id));
         self.drain(now, members);
         self.leave(now, members);
         if self.draining.is_none() && self.current.is_none() {
@@ -180,10 +187,44 @@ impl Runlist {
         Micros(of.timeslice.0).saturating_sub(Micros(debt))
     }
 
+    /// The groups, as they are treated. A freeze lasts longer by as much of it as a group's kernels ran into, once they have ended, and the group launches less
+    /// ahead from then on. One whose kernels do not end
+    /// wants nothing as long as it launches nothing: they may wait for the host, or for others.
+    fn taken_for(&mut self, passed: u64, members: &[Member]) -> Vec<Member> {
+        let find = |id: &DomainId| members.iter().find(|it| it.id == *id);
+        (self.endless).retain(|id, launched| {
+            find(id).is_some_and(|it| it.running && it.launched == *launched)
+        });
+        self.overran.retain(|id, _| find(id).is_some());
+        self.deep.retain(|id| find(id).is_some());
+        let taken_for = |it: &Member| {
+            let running = it.running && !self.endless.contains_key(&it.id);
+            let wanted = members
+                .iter()
+                .any(|other| other.id != it.id && other.wants());
+            let overran = self.overran.entry(it.id).or_default();
+            *overran = match it.run {
+                RunState::Frozen if running => (*overran + passed).min(MOST_OWED.0),
+                RunState::Enabled if !wanted => 0,
+                RunState::Enabled if !running => overran.saturating_sub(passed),
+                _ => *overran,
+            };
+            let run = if *overran > 0 {
+                RunState::Frozen
+            } else {
+                it.run
+            };
+            Member {
+                run,
+                running,
+                ..*it
+            }
+        };
+        members.iter().map(taken_for).collect()
+    }
+
     /// A group that leaves the device to others pays what its share of that time would be; one that has it alone owes none for that.
-    fn pay(&mut self, now: Micros, members: &[Member]) {
-        let passed = now.saturating_sub(self.stepped).0;
-        self.stepped = now;
+    fn pay(&mut self, passed: u64, members: &[Member]) {
         let current = self.current.map(|turn| turn.id);
         self.debts.retain(|id, debt| {
             let Some(of) = members.iter().find(|it| it.id == *id) else {
@@ -213,7 +254,7 @@ impl Runlist {
         let running = members
             .iter()
             .filter(|it| it.running && of.contains(&it.id));
-        self.endless.extend(running.map(|it| it.id));
+        self.endless.extend(running.map(|it| (it.id, it.launched)));
         self.draining = None;
         // What it used until now is its, where no other launches in its time.
         if let Some(turn) = self.current.take()
@@ -231,7 +272,7 @@ impl Runlist {
         let Some(Turn { id, since, done }) = self.current else {
             // Kernels of a group that was frozen may still run.
             let left = members.iter().filter(|it| {
-                it.running && it.run == RunState::Frozen && !self.endless.contains(&it.id)
+                it.running && it.run == RunState::Frozen && !self.endless.contains_key(&it.id)
             });
             let left: Vec<DomainId> = left.map(|it| it.id).collect();
             if !left.is_empty() && self.draining.is_none() && members.iter().any(Member::wants) {
@@ -352,6 +393,7 @@ impl Runlist {
         match may {
             false => Permit::Hold,
             true if several => Permit::Budget(OUTSTANDING),
+            true if self.deep.contains(&member.id) => Permit::Budget(MOST_OUTSTANDING),
             true if neighbours.any(Member::wants) => Permit::Watched,
             true if has_neighbours || member.timeslice == Timeslice::MAX => Permit::Free,
             true if member.gives_way() => Permit::Budget(OUTSTANDING),

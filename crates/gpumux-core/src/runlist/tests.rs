@@ -11,6 +11,7 @@ fn member(id: u64, timeslice: u64) -> Member {
         waits: true,
         latency: false,
         done: 0,
+        launched: 0,
     }
 }
 
@@ -253,6 +254,59 @@ fn debt_is_paid_by_time() {
     world.gaps[1] = None;
     let served = world.serve(50_000);
     assert!(served[1] > 0, "{served:?}");
+}
+
+/// A latency group that launches far ahead, beside batch work. The plan freezes it for 5 of 100 ms.
+#[test]
+fn freeze_lasts_until_others_had_its_time() {
+    for queue in [2_000, 30_000, 500_000] {
+        let mut runlist = Runlist::default();
+        let (mut latency_until, mut launched, mut served) = (0, 0, 0);
+        for step in 0..100_000u64 {
+            let now = step * 100;
+            let run = match now % 100_000 < 5_000 {
+                true => RunState::Frozen,
+                false => RunState::Enabled,
+            };
+            let latency = Member {
+                run,
+                running: latency_until > now,
+                latency: true,
+                launched,
+                ..member(1, Timeslice::MAX.0)
+            };
+            let permits = runlist.step(Micros(now), &[latency, member(2, 1)]).0;
+            if permits[0] != HOLD && latency_until <= now {
+                (latency_until, launched) = (now + queue, launched + 1);
+            }
+            if permits[1] != HOLD {
+                served += 100;
+                // Both are on the device.
+                latency_until += if latency_until > now { 50 } else { 0 };
+            }
+        }
+        assert!(served >= 400_000, "{served} of 10 s beside {queue}");
+    }
+}
+
+/// Its kernels wait for something that does not come.
+#[test]
+fn group_whose_kernels_do_not_end_wants_nothing_until_it_launches() {
+    let mut runlist = Runlist::default();
+    let (mut latency, batch) = (member(1, Timeslice::MAX.0), member(2, 1));
+    latency.waits = false;
+    let mut step = |now, latency| runlist.step(Micros(now), &[latency, batch]).0;
+    assert_eq!(step(0, latency), [FREE, HOLD]);
+    for at in 1..=60 {
+        let frozen = Member {
+            run: RunState::Frozen,
+            ..latency
+        };
+        step(at * 1_000, frozen);
+    }
+    assert_eq!(step(200_000, latency), [FREE, SOME]);
+    latency.launched = 1;
+    assert_eq!(step(200_100, latency), [FREE, HOLD]);
 }
 
 /// A latency program that launches kernel by kernel and then waits, beside one that always has kernels to launch. The driver time-slices their

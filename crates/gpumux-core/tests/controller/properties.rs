@@ -466,8 +466,8 @@ fn requests_and_their_part_of_the_time_are_known() {
     assert!(state.worked > Some(0.9), "{:?}", state.worked);
 }
 
-/// The neighbour of a launch-bound program has a longer timeslice, and the shortest again within some requests whose host waits for the device, or within
-/// the time of some if they are graphs.
+/// The neighbour of a launch-bound program has a longer timeslice, a shorter one within some requests whose host waits for the device, and the shortest
+/// where these are short, or within the time of some if they are graphs.
 #[test]
 pub(crate) fn neighbours_timeslice_follows_the_shape_of_requests() {
     let mut world = World::new("priority", 1);
@@ -485,16 +485,16 @@ pub(crate) fn neighbours_timeslice_follows_the_shape_of_requests() {
         world.timeslice(2)
     };
     let (eager, graph) = ((480, 11_000, 500), (3, 3_000, 2_900));
-    let bound_by_device = (480, 14_000, 10_000);
+    let (short, long) = ((480, 5_000, 4_000), (480, 14_000, 10_000));
     assert_eq!(requests(&mut world, 100, graph), 1);
-    for (next, count) in [(graph, 16), (bound_by_device, 20)] {
+    for (next, count, timeslice) in [(graph, 16, 1), (short, 30, 1), (long, 40, 1_000)] {
         assert_eq!(requests(&mut world, 200, eager), 1_000);
-        assert_eq!(requests(&mut world, count, next), 1, "{next:?}");
+        assert_eq!(requests(&mut world, count, next), timeslice, "{next:?}");
     }
 }
 
-/// The neighbour of a program that always has work outstanding, and never waits for all of it, has a longer timeslice while the program's host
-/// submits most of the time.
+/// The neighbour of a program that always has work outstanding, and never waits for all of it, has a longer timeslice, also where the program's
+/// host waits for the device: 50 ms are long for a request.
 #[test]
 fn neighbours_timeslice_follows_a_pipeline_s_pace() {
     let mut world = World::new("priority", 1);
@@ -513,7 +513,8 @@ fn neighbours_timeslice_follows_a_pipeline_s_pace() {
     };
     assert_eq!(stream(&mut world, 1_000, 1, 0), 1, "large kernels");
     assert_eq!(stream(&mut world, 2_000, 58, 0), 2_000);
-    assert_eq!(stream(&mut world, 2_000, 58, 700), 1, "it waits");
+    assert_eq!(stream(&mut world, 2_000, 58, 700), 2_000, "it waits");
+    assert_eq!(stream(&mut world, 1_000, 1, 700), 1, "large kernels again");
 }
 
 /// Whenever a tenant ends, also in the middle of its turn's handover, no control of its groups follows.

@@ -300,6 +300,12 @@ impl Domain {
         slot.map_or(0, Slot::completed)
     }
 
+    /// How many pieces it has launched.
+    pub(super) fn submitted(&self) -> u64 {
+        let slot = self.page.slot(self.member.key);
+        slot.map_or(0, Slot::submitted)
+    }
+
     /// How many launches waited for a permit.
     pub(super) fn held_launches(&self) -> u64 {
         let slot = self.page.slot(self.member.key);

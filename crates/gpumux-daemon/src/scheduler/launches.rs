@@ -42,6 +42,7 @@ impl Device {
                 waits: domain.waits_to_launch(),
                 latency: controller.class_of(known.state.tenant) == Class::Latency,
                 done: domain.completed(),
+                launched: domain.submitted(),
             });
         }
         let (permits, next) = self.runlist.step(now, &members);

@@ -35,11 +35,12 @@ fn view(device: c_int) -> Option<(u64, u64)> {
 /// The same of a device of this UUID and size.
 fn view_of(uuid: &str, total: u64) -> Option<(u64, u64)> {
     let (now, session) = (Instant::now(), lease::session());
-    let seen = with(|space| {
+    let known = with(|space| {
         let (id, known) = space.devices.iter().find(|(_, it)| it.uuid == uuid)?;
-        Some((known.seen(now, session)?, space.unused(*id)))
+        let seen = known.seen(now, session);
+        Some((*id, known.has(), seen, space.unused(*id)))
     });
-    if let Some(((free, all), unused)) = seen {
+    if let Some((_, _, Some((free, all)), unused)) = known {
         return Some((free.saturating_add(unused).min(all), all));
     }
     let question = |ticket| Shim::View {
@@ -52,11 +53,12 @@ fn view_of(uuid: &str, total: u64) -> Option<(u64, u64)> {
     if all == 0 {
         return None;
     }
-    let unused = with(|space| {
-        let (id, known) = space.devices.iter_mut().find(|(_, it)| it.uuid == uuid)?;
-        let id = *id;
-        known.see(now, session, (free, all));
-        Some(space.unused(id))
+    let unused = known.and_then(|(id, holds, ..)| {
+        with(|space| {
+            let asked = (now, session, holds);
+            space.devices.get_mut(&id)?.see(asked, (free, all));
+            Some(space.unused(id))
+        })
     });
     Some((free.saturating_add(unused.unwrap_or(0)).min(all), all))
 }
@@ -294,12 +296,17 @@ mod tests {
         };
         assert_eq!(seen(&space, 0, 1), None, "none was asked for");
         let known = space.devices.get_mut(&0).unwrap();
-        known.see(at, 1, (7, 9));
+        let holds = known.has();
+        known.see((at, 1, holds), (7, 9));
         assert_eq!(known.shown, 9);
         assert_eq!(seen(&space, 999, 1), Some((7, 9)));
         assert_eq!(seen(&space, 1_000, 1), None);
         assert_eq!(seen(&space, 0, 2), None, "of another daemon");
         space.grant_for_tests(0, 1);
+        assert_eq!(seen(&space, 0, 1), None);
+        // Another thread got memory before the answer came.
+        let known = space.devices.get_mut(&0).unwrap();
+        known.see((at, 1, holds), (7, 9));
         assert_eq!(seen(&space, 0, 1), None);
     }
 }

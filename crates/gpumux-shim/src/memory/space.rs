@@ -77,13 +77,16 @@ pub(crate) struct Device {
 /// How long the daemon's answer about a device serves: some programs ask before each allocation, thousands of times a second.
 const FRESH: Duration = Duration::from_millis(1);
 
+/// See [`Device::has`].
+pub(crate) type Holds = (u64, u64, u64);
+
 /// What the daemon answered last about a device.
 #[derive(Clone, Copy)]
 struct Seen {
     at: Instant,
     session: u32,
-    /// What the process had of it then.
-    holds: (u64, u64, u64),
+    /// What the process had of it when it asked.
+    holds: Holds,
     /// Bytes that are free, without what the process has and does not use; and in all.
     free: u64,
     all: u64,
@@ -260,23 +263,25 @@ pub(crate) fn tell_with<I: IntoIterator<Item = Shim>>(work: impl FnOnce(&mut Spa
 }
 
 impl Device {
-    const fn has(&self) -> (u64, u64, u64) {
+    /// What the process has of it: what moves, what does not, and what is on the host.
+    pub(crate) const fn has(&self) -> Holds {
         (self.movable.granted, self.pinned.granted, self.away)
     }
 
-    /// The daemon of this session answered so: free and in all.
-    pub(crate) const fn see(&mut self, at: Instant, session: u32, (free, all): (u64, u64)) {
-        let holds = self.has();
-        (self.shown, self.seen) = (
+    /// The daemon of this session answered so, free and in all, to a question of a process that had this then.
+    pub(crate) const fn see(
+        &mut self,
+        (at, session, holds): (Instant, u32, Holds),
+        (free, all): (u64, u64),
+    ) {
+        self.shown = all;
+        self.seen = Some(Seen {
+            at,
+            session,
+            holds,
+            free,
             all,
-            Some(Seen {
-                at,
-                session,
-                holds,
-                free,
-                all,
-            }),
-        );
+        });
     }
 
     /// That answer, if it serves: it is new, and what the process has of the device is as it was.
