@@ -18,6 +18,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "batch-requests",
     "borrow",
     "bursty",
+    "busy+train",
     "decode+train",
     "eager+train",
     "eager+train+idle",
@@ -314,6 +315,19 @@ fn server_with_few_requests_does_not_cost_others_the_gaps_of_a_busy_one() {
     // It waits for a neighbour's timeslice and the controls at most.
     let seldom = tenant(&all, "seldom").latency.expect("requests");
     assert!(seldom.max_ms < 5.0, "{seldom:?}");
+}
+
+/// Training has its floor by timeslices: freezes for it would make single requests half as long again.
+#[test]
+fn floor_beside_a_server_that_keeps_the_device_busy_delays_all_requests_alike() {
+    let report = play("busy+train");
+    let (alone, own) = (mode(&report, Mode::Alone), mode(&report, Mode::Gpumux));
+    let latency = |of: &ModeReport| tenant(of, "busy").latency.expect("requests");
+    let (alone, with) = (latency(alone), latency(own));
+    assert!(with.p50_ms <= 1.12 * alone.p50_ms, "{with:?} {alone:?}");
+    assert!(with.p99_ms <= 1.15 * alone.p99_ms, "{with:?} {alone:?}");
+    let training = tenant(own, "resnet152");
+    assert!(training.received >= 0.045, "{training:?}");
 }
 
 #[test]
