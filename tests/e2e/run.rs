@@ -53,6 +53,18 @@ fn long_command_runs() {
 }
 
 #[test]
+fn detached_program_whose_name_cannot_be_written_is_reported_as_running() {
+    let node = Node::start();
+    let mut command = node.gpumux(["run", "-d", "--name", "told", "--", "sleep", "600"]);
+    let full = std::fs::File::options().write(true).open("/dev/full");
+    let told = command.stdout(full.expect("it is there")).output();
+    let told = told.expect("it starts");
+    let err = String::from_utf8_lossy(&told.stderr);
+    assert!(told.status.success() && err.contains("told runs"), "{err}");
+    node.wait_tenant("told", |_| true);
+}
+
+#[test]
 fn folder_for_output_that_takes_no_files_is_named() {
     let node = Node::start();
     let mut command = node.gpumux(["run", "-d", "--name", "quiet", "--", "true"]);

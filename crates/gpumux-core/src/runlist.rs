@@ -188,8 +188,7 @@ impl Runlist {
     }
 
     /// The groups, as they are treated. A freeze lasts longer by as much of it as a group's kernels ran into, once they have ended, and the group launches less
-    /// ahead from then on. One whose kernels do not end
-    /// wants nothing as long as it launches nothing: they may wait for the host, or for others.
+    /// ahead from then on. One whose kernels do not end wants nothing as long as it launches nothing: they may wait for the host, or for others.
     fn taken_for(&mut self, passed: u64, members: &[Member]) -> Vec<Member> {
         let find = |id: &DomainId| members.iter().find(|it| it.id == *id);
         (self.endless).retain(|id, launched| {
@@ -209,10 +208,12 @@ impl Runlist {
                 RunState::Enabled if !running => overran.saturating_sub(passed),
                 _ => *overran,
             };
-            let run = if *overran > 0 {
-                RunState::Frozen
-            } else {
-                it.run
+            if *overran > MOST_OUTSTANDING.0 {
+                self.deep.insert(it.id);
+            }
+            let run = match *overran {
+                0 => it.run,
+                _ => RunState::Frozen,
             };
             Member {
                 run,
@@ -389,6 +390,7 @@ impl Runlist {
         let own = current == Some(member.id);
         let launches_too = |it: &Member| it.id != member.id && it.latency && it.wants();
         let several = !own && has_neighbours && members.iter().any(launches_too);
+        let minds = |it: &Member| it.id != member.id && (it.latency || it.wants());
         let ahead = Micros(member.timeslice.0 / AHEAD).clamp(OUTSTANDING, MOST_OUTSTANDING);
         match may {
             false => Permit::Hold,
@@ -397,6 +399,7 @@ impl Runlist {
             true if neighbours.any(Member::wants) => Permit::Watched,
             true if has_neighbours || member.timeslice == Timeslice::MAX => Permit::Free,
             true if member.gives_way() => Permit::Budget(OUTSTANDING),
+            true if !members.iter().any(minds) => Permit::Budget(MOST_OUTSTANDING),
             true => Permit::Budget(ahead),
         }
     }

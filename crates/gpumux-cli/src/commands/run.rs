@@ -279,7 +279,12 @@ fn detach() -> anyhow::Result<ExitCode> {
             .and_then(|code| u8::try_from(code).ok());
         return Ok(code.unwrap_or(super::CANNOT_START).into());
     }
-    output::print(&name)?;
+    if let Err(error) = output::print(&name) {
+        eprintln!(
+            "gpumux: {} runs, but its name cannot be written to standard output: {error}",
+            name.trim_end()
+        );
+    }
     Ok(ExitCode::SUCCESS)
 }
 

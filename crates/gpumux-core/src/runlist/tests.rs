@@ -52,6 +52,20 @@ fn request_holds_batch_work_at_once_and_ends_it_when_done() {
 }
 
 #[test]
+fn group_beside_an_idle_one_launches_further_ahead() {
+    let mut runlist = Runlist::default();
+    let (one, mut two) = (member(1, 4_000), member(2, 4_000));
+    (two.running, two.waits) = (false, false);
+    let permit = |runlist: &mut Runlist, two| runlist.step(Micros(0), &[one, two]).0[0];
+    assert_eq!(permit(&mut runlist, two), Permit::Budget(MOST_OUTSTANDING));
+    two.latency = true;
+    let little = Permit::Budget(Micros(500));
+    assert_eq!(permit(&mut runlist, two), little, "a request may come");
+    (two.latency, two.waits) = (false, true);
+    assert_eq!(permit(&mut runlist, two), little);
+}
+
+#[test]
 fn next_group_waits_for_the_kernels_of_the_last() {
     let mut runlist = Runlist::default();
     let (mut one, two) = (member(1, 5_000), member(2, 5_000));
@@ -286,6 +300,13 @@ fn freeze_lasts_until_others_had_its_time() {
             }
         }
         assert!(served >= 400_000, "{served} of 10 s beside {queue}");
+        let both = [member(1, Timeslice::MAX.0), member(2, 1)];
+        let permit = runlist.step(Micros(20_000_000), &both).0[0];
+        assert_eq!(
+            permit == FREE,
+            queue < 4_000,
+            "{permit:?}: it launched far ahead"
+        );
     }
 }
 
@@ -304,9 +325,9 @@ fn group_whose_kernels_do_not_end_wants_nothing_until_it_launches() {
         };
         step(at * 1_000, frozen);
     }
-    assert_eq!(step(200_000, latency), [FREE, SOME]);
+    assert_eq!(step(200_000, latency)[1], SOME);
     latency.launched = 1;
-    assert_eq!(step(200_100, latency), [FREE, HOLD]);
+    assert_eq!(step(200_100, latency)[1], HOLD);
 }
 
 /// A latency program that launches kernel by kernel and then waits, beside one that always has kernels to launch. The driver time-slices their

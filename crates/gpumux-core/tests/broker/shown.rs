@@ -72,6 +72,17 @@ fn server_alone_is_shown_the_whole_device() {
     assert_eq!(world.view(1), (20 * GIB - overhead(ALL), ALL));
 }
 
+/// Such as by NVML, before its process has a session with the new daemon.
+#[test]
+fn capacity_stays_where_a_program_asks_before_its_process_reports() {
+    let mut world = World::new(ALL);
+    start(&mut world, 1);
+    assert_eq!(world.view(1).1, ALL);
+    let shown = |bytes| Event::WasShown(TenantId(1), DEVICE.to_owned(), bytes);
+    world.event(shown(30 * GIB));
+    assert_eq!(world.view(1).1, 30 * GIB);
+}
+
 #[test]
 fn idle_shell_takes_no_part_of_what_a_server_is_shown() {
     let mut world = World::new(ALL);
@@ -121,7 +132,7 @@ fn capacity_does_not_move_with_the_next_daemon() {
     world.event(Event::WasShown(TenantId(1), shown.clone(), 30 * GIB));
     assert_eq!(world.view(1).1, 30 * GIB);
     world.event(Event::WasShown(TenantId(1), shown.clone(), 50 * GIB));
-    assert_eq!(world.view(1).1, 30 * GIB);
+    assert_eq!(world.view(1).1, 30 * GIB, "another process reports more");
     // What was a limit is none any more when that is lifted.
     limit(&mut world, 2, 10 * GIB);
     world.event(Event::WasShown(TenantId(2), shown, 10 * GIB));

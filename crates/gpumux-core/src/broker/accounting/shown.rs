@@ -55,7 +55,8 @@ impl Accounting {
         (free, total)
     }
 
-    /// A tenant was shown this by the broker before, and still is. Its limit is no such capacity.
+    /// A tenant was shown this by the broker before, and is again. It may have been shown more since, if its program asked before its process reported that. Its
+    /// limit is no such capacity.
     pub(in super::super) fn was_shown(&mut self, tenant: TenantId, uuid: &str, bytes: u64) {
         let Some(share) = self.shares.get(&tenant) else {
             return;
@@ -63,7 +64,8 @@ impl Accounting {
         let capacity = self.capacity(uuid);
         if bytes > 0 && share.limit >= capacity && self.devices.contains_key(uuid) {
             let key = (tenant, uuid.to_owned());
-            self.shown.entry(key).or_insert(bytes.min(capacity));
+            let shown = self.shown.entry(key).or_insert(capacity);
+            *shown = bytes.min(*shown);
         }
     }
 
