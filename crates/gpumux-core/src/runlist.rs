@@ -12,7 +12,7 @@
 //! gap on the device. In a neighbour's turn it goes on launching: the driver's own timeslices run what it launches beside the
 //! little that the neighbour may have outstanding. Several such groups may have as little outstanding then, so that each has its share in its own turn.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
@@ -56,6 +56,8 @@ const AHEAD: u64 = 8;
 const SHORT: Timeslice = Timeslice(500);
 /// Beyond a timeslice a group owes no more, nor for its kernels that ran while it was frozen.
 const MOST_OWED: Micros = Micros::from_millis(100);
+/// How long a group that launched more than [`MOST_OUTSTANDING`] ahead of a freeze launches no more than that ahead.
+const SHALLOW: Micros = Micros::from_secs(10);
 /// A group with nothing to launch keeps its turn for this part of what others owe, as its reciprocal, ...
 const AWAITED: u64 = 4;
 /// ... and for so long at most: hosts launch anew 0.1 to 1 ms after they were waited for.
@@ -132,8 +134,8 @@ pub struct Runlist {
     endless: BTreeMap<DomainId, u64>,
     /// For how long groups were frozen while their kernels ran, in µs.
     overran: BTreeMap<DomainId, u64>,
-    /// Groups that launched much ahead of a freeze.
-    deep: BTreeSet<DomainId>,
+    /// Groups that launched much ahead of a freeze, and until when they may not.
+    deep: BTreeMap<DomainId, Micros>,
     /// Whose time it was last.
     last: Option<DomainId>,
     /// By how much groups exceeded their time, in µs.
@@ -195,7 +197,8 @@ impl Runlist {
             find(id).is_some_and(|it| it.running && it.launched == *launched)
         });
         self.overran.retain(|id, _| find(id).is_some());
-        self.deep.retain(|id| find(id).is_some());
+        let now = self.stepped;
+        (self.deep).retain(|id, until| find(id).is_some() && now < *until);
         let taken_for = |it: &Member| {
             let running = it.running && !self.endless.contains_key(&it.id);
             let wanted = members
@@ -209,7 +212,7 @@ impl Runlist {
                 _ => *overran,
             };
             if *overran > MOST_OUTSTANDING.0 {
-                self.deep.insert(it.id);
+                self.deep.insert(it.id, now + SHALLOW);
             }
             let run = match *overran {
                 0 => it.run,
@@ -390,14 +393,14 @@ impl Runlist {
         let own = current == Some(member.id);
         let launches_too = |it: &Member| it.id != member.id && it.latency && it.wants();
         let several = !own && has_neighbours && members.iter().any(launches_too);
+        let deep = self.deep.contains_key(&member.id);
         let minds = |it: &Member| it.id != member.id && (it.latency || it.wants());
         let ahead = Micros(member.timeslice.0 / AHEAD).clamp(OUTSTANDING, MOST_OUTSTANDING);
         match may {
             false => Permit::Hold,
             true if several => Permit::Budget(OUTSTANDING),
-            true if self.deep.contains(&member.id) => Permit::Budget(MOST_OUTSTANDING),
-            true if neighbours.any(Member::wants) => Permit::Watched,
-            true if has_neighbours || member.timeslice == Timeslice::MAX => Permit::Free,
+            true if !deep && neighbours.any(Member::wants) => Permit::Watched,
+            true if !deep && (has_neighbours || member.timeslice == Timeslice::MAX) => Permit::Free,
             true if member.gives_way() => Permit::Budget(OUTSTANDING),
             true if !members.iter().any(minds) => Permit::Budget(MOST_OUTSTANDING),
             true => Permit::Budget(ahead),

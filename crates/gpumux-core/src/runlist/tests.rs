@@ -301,13 +301,25 @@ fn freeze_lasts_until_others_had_its_time() {
         }
         assert!(served >= 400_000, "{served} of 10 s beside {queue}");
         let both = [member(1, Timeslice::MAX.0), member(2, 1)];
-        let permit = runlist.step(Micros(20_000_000), &both).0[0];
-        assert_eq!(
-            permit == FREE,
-            queue < 4_000,
-            "{permit:?}: it launched far ahead"
-        );
+        let mut permit = |now| runlist.step(Micros(now), &both).0[0];
+        let ahead = Permit::Budget(MOST_OUTSTANDING);
+        let expected = if queue > 4_000 { ahead } else { FREE };
+        assert_eq!(permit(10_100_000), expected, "{queue}");
+        assert_eq!(permit(21_000_000), FREE, "long ago");
     }
+}
+
+#[test]
+fn group_that_gives_way_launches_little_ahead_also_after_a_freeze() {
+    let mut runlist = Runlist::default();
+    let (mut idle, batch) = (member(1, Timeslice::MAX.0), member(2, 1));
+    (idle.running, idle.waits, idle.latency) = (false, false, true);
+    for at in 0..20 {
+        let run = RunState::Frozen;
+        runlist.step(Micros(at * 1_000), &[idle, Member { run, ..batch }]);
+    }
+    let permits = runlist.step(Micros(20_100), &[idle, batch]).0;
+    assert_eq!(permits, [FREE, SOME]);
 }
 
 /// Its kernels wait for something that does not come.
