@@ -10,7 +10,7 @@ Examples:
   gpumux kill -s CONT train serve
   gpumux kill a
 
-SIGKILL, SIGSTOP and SIGCONT are sent to every process of the tenant, any other signal to the program that `gpumux run` started, or, if \
+SIGKILL, SIGSTOP and SIGCONT are sent to the program and to the tenant's processes that have used a GPU, any other signal to the program that `gpumux run` started, or, if \
 that has ended, to the tenant's connected processes. Only the tenant's owner and root may do so.";
 
 /// Send a signal to tenants

@@ -13,7 +13,7 @@ Examples:
   gpumux stop --time 1min serve web
 
 The program is sent SIGTERM; what has not ended after the grace time is sent SIGKILL, and so are all \
-processes that the program has started. Only the tenant's owner and root may stop it.";
+of its processes that have used a GPU. Others that it has started are not. Only the tenant's owner and root may stop it.";
 
 /// How long the end may take after SIGKILL.
 const KILLED: Duration = Duration::from_secs(30);
