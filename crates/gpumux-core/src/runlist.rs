@@ -132,8 +132,8 @@ pub struct Runlist {
     draining: Option<(Vec<DomainId>, Micros)>,
     /// Groups whose kernels were waited for in vain, until they end; and what they had launched then.
     endless: BTreeMap<DomainId, u64>,
-    /// For how long groups were frozen while their kernels ran, in µs.
-    overran: BTreeMap<DomainId, u64>,
+    /// For how long groups were frozen while their kernels ran, in µs, and when the plan last had them frozen.
+    overran: BTreeMap<DomainId, (u64, Micros)>,
     /// Groups that launched much ahead of a freeze, and until when they may not.
     deep: BTreeMap<DomainId, Micros>,
     /// Whose time it was last.
@@ -185,8 +185,7 @@ impl Runlist {
 
     /// How long a group may run in a row.
     fn length(&self, of: &Member) -> Micros {
-        let debt = self.debts.get(&of.id).copied().unwrap_or(0);
-        Micros(of.timeslice.0).saturating_sub(Micros(debt))
+        Micros(of.timeslice.0).saturating_sub(Micros(self.debt(of)))
     }
 
     /// The groups, as they are treated. A freeze lasts longer by as much of it as a group's kernels ran into, once they have ended, and the group launches less
@@ -200,11 +199,16 @@ impl Runlist {
         let now = self.stepped;
         (self.deep).retain(|id, until| find(id).is_some() && now < *until);
         let taken_for = |it: &Member| {
+            let (overran, frozen) = self.overran.entry(it.id).or_default();
+            if it.run == RunState::Frozen {
+                *frozen = now;
+            } else if it.running && *overran > 0 && now >= *frozen + PATIENCE {
+                self.endless.insert(it.id, it.launched);
+            }
             let running = it.running && !self.endless.contains_key(&it.id);
             let wanted = members
                 .iter()
                 .any(|other| other.id != it.id && other.wants());
-            let overran = self.overran.entry(it.id).or_default();
             *overran = match it.run {
                 RunState::Frozen if running => (*overran + passed).min(MOST_OWED.0),
                 RunState::Enabled if !wanted => 0,
@@ -320,17 +324,20 @@ impl Runlist {
         }
     }
 
+    fn debt(&self, of: &Member) -> u64 {
+        self.debts.get(&of.id).copied().unwrap_or(0)
+    }
+
     /// How many whole timeslices a group owes.
     fn owes(&self, of: &Member) -> u64 {
-        let debt = self.debts.get(&of.id).copied().unwrap_or(0);
-        debt / of.timeslice.0.max(1)
+        self.debt(of) / of.timeslice.0.max(1)
     }
 
     /// Whether a group that has nothing to launch is waited for a moment, since all that want the device owe more.
     fn is_awaited(&self, now: Micros, of: &Member, members: &[Member]) -> bool {
         let own = self.owes(of);
         let more = |it: &Member| match self.owes(it) > own {
-            true => self.debts[&it.id],
+            true => self.debt(it),
             false => 0,
         };
         let others = members

@@ -309,6 +309,25 @@ fn freeze_lasts_until_others_had_its_time() {
     }
 }
 
+/// Its kernels wait for what it cannot launch while it is held.
+#[test]
+fn group_whose_kernels_ran_into_a_freeze_in_anothers_turn_is_held_for_a_bound() {
+    let mut runlist = Runlist::default();
+    let (mut latency, batch) = (member(1, 34_000), member(2, 2_000));
+    (latency.latency, latency.running, latency.waits) = (true, false, false);
+    let step =
+        |runlist: &mut Runlist, now, latency| runlist.step(Micros(now), &[latency, batch]).0[0];
+    step(&mut runlist, 0, latency);
+    (latency.running, latency.waits) = (true, true);
+    let run = RunState::Frozen;
+    for at in 1..=50 {
+        step(&mut runlist, at * 100, Member { run, ..latency });
+    }
+    let held = (51..2_000).take_while(|at| step(&mut runlist, at * 100, latency) == HOLD);
+    let most = PATIENCE.0 + 5_000 + 200;
+    assert!(held.count() as u64 * 100 <= most);
+}
+
 #[test]
 fn group_that_gives_way_launches_little_ahead_also_after_a_freeze() {
     let mut runlist = Runlist::default();
