@@ -3,7 +3,7 @@
 `saturation`: `--requests` requests at once, of 128 tokens, which make 128. `rate-8`, `rate-16`, `rate-32`: so many requests a second for 4 s, at random moments, of 512 tokens, which make 64. The engines of all modes
 are there, and take turns in rounds; the same call goes on with the rounds of one before (`engines-GPU.rounds.jsonl`). Modes `stock` (without gpumux), `gpumux` (vLLM as it is under `gpumux run`), `elastic`, and where asked for `kvcached` (with its native module, without gpumux) and `kvcached-gpumux` (its
 Python code on `gpumux.compat.kvcached`), `kvcached-layers` (its native module, with a page for each layer instead of one for all), and `elastic-2` and `elastic-64` (granules of about 2 and 64 MiB; those of `elastic` have about 16). Values: `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `finished` of `requests`; `rounds`; `tokens_rel`, tokens/s relative to `stock` in the same rounds;
-`taken` and `refused` granules of `elastic`, in all of these cases together. Values are means over rounds.
+`taken` and `refused` granules of `elastic`, in all of these cases of the last call together. Values are means over rounds.
 
 `tokens`: greedy tokens of the same requests, in rounds, with CUDA graphs. Meanwhile a tenant with a guarantee gets memory at random moments and gives it back, so much that the engine
 is left with less than its requests use. Modes `stock`, `elastic`. Values: `equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made

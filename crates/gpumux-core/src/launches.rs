@@ -6,8 +6,8 @@
 //! ahead of the device again before it waits. Only at the wait may the program lose a timeslice. On an H200, beside training, the shortest
 //! timeslice costs an eager language model more than one of 2 ms, and training has 0.11 of its rate instead of all (`bench/sweep.py`).
 //!
-//! So the neighbours of a launch-bound tenant get a longer timeslice. How long follows from how its requests pass: from the time in which its host
-//! submits, and from the time in which it waits. How long requests take is no measure: the host that submits them is slower and faster by
+//! So the neighbours of a launch-bound tenant get a longer timeslice. So do those of one that keeps the device busy with long requests: it is
+//! their floor. How long follows from how its requests pass: from the time in which its host submits, and from the time in which it waits. How long requests take is no measure: the host that submits them is slower and faster by
 //! itself, for seconds, by more than a timeslice costs.
 
 use serde::{Deserialize, Serialize};
@@ -197,7 +197,7 @@ impl Launches {
 
     /// Launch-bound requests. While the host submits, the device follows: the wait at the end costs a part of a timeslice. The more of a request the host waits,
     /// the more of it a timeslice delays, but by no more than itself: a request that keeps the device busy gives neighbours their floor so. Freezes for it would
-    /// delay few requests by much more (H200, forty kernels of 0.2 ms a request, `bench/sweep.py`: p99 1.45 instead of 1.16 times alone, the mean 1.06 in both).
+    /// delay few requests by much more (H200, forty kernels of 0.2 ms a request, `bench/sweep.py`: p99 1.45 instead of 1.03 times alone, the mean 1.06 and 1.07).
     fn judge(&mut self, now: Micros, found: Progress, slowdown: f64) -> bool {
         let requests = found.waits as f64;
         let length = found.busy.0 as f64 / requests;

@@ -62,7 +62,7 @@ impl Admission {
         let request = request(state, tenant, owner, spec);
         let unlimited = UserPolicy::unlimited();
         let policy = owner.map_or(&unlimited, |owner| &owner.policy);
-        let rooms = self.rooms(state, broker, (tenant, request.user), devices);
+        let rooms = self.rooms(state, broker, &request, devices);
         admission::admit(&request, policy, &self.reserve, &rooms)
     }
 
@@ -70,12 +70,7 @@ impl Admission {
     pub(super) fn most(&self, state: &State, broker: &Broker, tenant: TenantId) -> Option<Most> {
         let (spec, owner) = (state.tenants.get(&tenant)?, state.owners.get(&tenant)?);
         let request = request(state, tenant, Some(owner), spec);
-        let rooms = self.rooms(
-            state,
-            broker,
-            (tenant, request.user),
-            state.confined.get(&tenant),
-        );
+        let rooms = self.rooms(state, broker, &request, state.confined.get(&tenant));
         Some(admission::most(
             &request,
             &owner.policy,
@@ -89,7 +84,7 @@ impl Admission {
         &self,
         state: &State,
         broker: &Broker,
-        asking: (TenantId, UserId),
+        asking: &Request<'_>,
         devices: Option<&BTreeSet<String>>,
     ) -> Vec<Room> {
         let known: BTreeSet<&String> = (state.devices.keys()).chain(broker.uuids()).collect();
@@ -113,10 +108,10 @@ impl Admission {
         &self,
         state: &State,
         broker: &Broker,
-        (asking, user): (TenantId, UserId),
+        asking: &Request<'_>,
         uuid: Option<&String>,
     ) -> Room {
-        let memory = uuid.and_then(|uuid| broker.booked(uuid, asking));
+        let memory = uuid.and_then(|uuid| broker.booked(uuid, asking.tenant));
         let (memory, booked) = match memory {
             Some((memory, booked)) => (Some(memory), booked),
             None => Default::default(),
@@ -132,7 +127,7 @@ impl Admission {
             let holder = state.users.get(id).copied().unwrap_or_default();
             Booking {
                 tenant: *id,
-                name: match owner.filter(|_| holder != user) {
+                name: match owner.filter(|_| holder != asking.user) {
                     Some(owner) => format!("{}/{name}", owner.policy.user),
                     None => name,
                 },
@@ -195,7 +190,7 @@ impl Admission {
             spec,
             before: None,
         };
-        let rooms = self.rooms(state, broker, (tenant, request.user), Some(&device));
+        let rooms = self.rooms(state, broker, &request, Some(&device));
         let reserve = admission::Reserve::none();
         admission::admit(&request, &UserPolicy::unlimited(), &reserve, &rooms)
     }

@@ -40,8 +40,9 @@ fn view_of(uuid: &str, total: u64) -> Option<(u64, u64)> {
         let seen = known.seen(now, session);
         Some((*id, known.has(), seen, space.unused(*id)))
     });
-    if let Some((_, _, Some((free, all)), unused)) = known {
-        return Some((free.saturating_add(unused).min(all), all));
+    let with_unused = |(free, all): (u64, u64), unused| (free.saturating_add(unused).min(all), all);
+    if let Some((_, _, Some(seen), unused)) = known {
+        return Some(with_unused(seen, unused));
     }
     let question = |ticket| Shim::View {
         ticket,
@@ -60,7 +61,7 @@ fn view_of(uuid: &str, total: u64) -> Option<(u64, u64)> {
             Some(space.unused(id))
         })
     });
-    Some((free.saturating_add(unused.unwrap_or(0)).min(all), all))
+    Some(with_unused((free, all), unused.unwrap_or(0)))
 }
 
 /// The same, also of a process without a session. A forked child has none, either.
